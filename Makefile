@@ -1,0 +1,48 @@
+# The two commands of the README are `make demo` and `make test`; everything else is `nox -l`.
+PYTHON ?= python3.11
+BIN := $(CURDIR)/.venv/bin
+SOURCES := packages benchmarks tools tests examples noxfile.py
+PIP_QUIET := --disable-pip-version-check --quiet
+
+.PHONY: demo test setup lint format typecheck unit parity docs clean
+
+demo: .demo/.installed  ## convert a small checkpoint through every layout and prove it, without torch
+	.demo/bin/h3-mapper demo
+
+.demo/.installed: packages/h3-mapper/pyproject.toml $(wildcard packages/h3-mapper/src/h3_mapper/*.py) $(wildcard packages/h3-mapper/src/h3_mapper/*/*.py)
+	$(PYTHON) -m venv --clear .demo
+	.demo/bin/pip install $(PIP_QUIET) ./packages/h3-mapper
+	@touch $@
+
+test: setup lint typecheck unit  ## install everything the tests need and pass them
+
+setup: .boot/.installed  ## fill the wheelhouse, sync .venv, add the engines
+	.boot/bin/python tools/workspace.py sync engines
+
+.boot/.installed: requirements/boot.txt
+	$(PYTHON) -m venv --clear .boot
+	.boot/bin/pip install $(PIP_QUIET) --require-hashes -r requirements/boot.txt
+	@touch $@
+
+lint:
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format:
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+typecheck:
+	$(BIN)/mypy packages/h3-mapper/src packages/h3-kernels/src packages/h3-adapter-vllm/src packages/h3-adapter-diffusers/src
+
+unit:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu"
+
+parity: setup  ## the same tiny weights through both real engines, with and without the adapters
+	OMP_NUM_THREADS=1 $(BIN)/python tools/parity.py
+
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:
+	rm -rf .boot .demo .venv .wheelhouse .nox site dist
