@@ -1,0 +1,99 @@
+"""One autograd function for every node: written order on CPU, ``h3_kernels.triton`` on CUDA, never a mixture.
+
+A node is a pair of functions with one calling convention, on both devices:
+
+``forward(*tensors, **settings)`` returns the node's outputs, followed by whatever its backward wants kept;
+``backward(*grads, *tensors, *kept, needs=..., **settings)`` returns one gradient for each of ``tensors``
+(None where ``needs`` is False). On CUDA the two are ``launch_<node>`` and ``launch_<node>_backward`` of
+``h3_kernels.triton.<module>``, imported when the first CUDA tensor arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Outputs = Tensor | tuple[Tensor, ...]
+
+
+class NodeInputError(ValueError):
+    """A node was given a tensor of the wrong shape, dtype or device."""
+
+
+def check(condition: bool, node: str, message: str) -> None:
+    """Raise NodeInputError with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise NodeInputError(f"{node}: {message}")
+
+
+@functools.cache
+def _launcher(module: str, entry: str) -> Callable[..., Any]:
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(f"h3_kernels.triton.{module}"), entry)
+    except (ImportError, AttributeError) as error:
+        raise NodeInputError(
+            f"{module}: no CUDA implementation ({error}); install triton, or move the tensors to the CPU"
+        ) from error
+    return found
+
+
+@dataclass(frozen=True)
+class NodeOp:
+    """A node: its name, the CUDA module that implements it, and its written order for the CPU.
+
+    ``outputs`` counts the tensors ``forward`` returns to the caller; the rest are kept for ``backward``.
+    """
+
+    name: str
+    module: str
+    forward: Callable[..., Outputs]
+    backward: Callable[..., tuple[Tensor | None, ...]]
+    outputs: int = 1
+
+    def _implementation(self, device: torch.device, direction: str) -> Callable[..., Any]:
+        if device.type == "cpu":
+            return self.forward if direction == "forward" else self.backward
+        check(device.type == "cuda", self.name, f"runs on CPU and CUDA tensors, got one on {device}")
+        return _launcher(self.module, f"launch_{self.name}" + ("" if direction == "forward" else "_backward"))
+
+    def _run(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
+        device = _common_device(self.name, tensors)
+        result = self._implementation(device, "forward")(*tensors, **settings)
+        return result if isinstance(result, tuple) else (result,)
+
+    def __call__(self, *tensors: Tensor | None, **settings: Any) -> Any:
+        """Run the node; returns one tensor, or a tuple when the node has several outputs."""
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+            return _Apply.apply(self, settings, *tensors)  # type: ignore[no-untyped-call]
+        kept = self._run(tensors, settings)
+        return kept[0] if self.outputs == 1 else kept[: self.outputs]
+
+
+def _common_device(node: str, tensors: tuple[Tensor | None, ...]) -> torch.device:
+    devices = {t.device for t in tensors if t is not None}
+    check(len(devices) == 1, node, f"all tensors must be on one device, got {sorted(map(str, devices))}")
+    return devices.pop()
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: NodeOp, settings: dict[str, Any], *tensors: Tensor | None) -> Outputs:
+        result = op._run(tensors, settings)
+        ctx.op, ctx.settings, ctx.count = op, settings, len(tensors)
+        ctx.save_for_backward(*tensors, *result[op.outputs :])
+        return result[0] if op.outputs == 1 else result[: op.outputs]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        needs = tuple(ctx.needs_input_grad[2:])
+        run = ctx.op._implementation(grads[0].device, "backward")
+        return (None, None, *run(*grads, *saved, needs=needs, **ctx.settings))

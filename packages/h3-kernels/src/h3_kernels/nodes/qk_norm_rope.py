@@ -1,0 +1,126 @@
+"""Per-head RMSNorm of q and k, then the rotary embedding, as one node.
+
+Written order for each (row, head) of width D, in float32, one rounding at the end:
+
+    n = x * rsqrt(sum(x * x) / D + eps) * weight        as in ``rms_norm``
+    first  = n[0:h] * cos - n[h:2h] * sin               h = half of the rotary width
+    second = n[h:2h] * cos + n[0:h] * sin
+    n[2h:] passes through; products are rounded, then the sum
+
+cos and sin come from the bf16 table (``rope_table``). The token refiner passes no table: norm only. vLLM-Omni
+rounds n to bf16 before the rotation and Diffusers also rounds each product; neither is needed.
+
+Backward: the rotation by the opposite angle, then the norm's backward. dweight: for each head, over rows in
+ascending logical order by the tree of neighbours; then over heads by the same tree.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from h3_kernels.nodes._op import NodeOp, check
+from h3_kernels.nodes._order import in_order, sum_rows
+from h3_kernels.nodes.rms_norm import normalize, normalize_backward
+
+
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor | None,
+    eps: float,
+    *,
+    order: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise and rotate q and k.
+
+    ``q``, ``k``: [T, heads, D] (any row and head stride, D contiguous); weights: [D]; ``table``: [T, 2h]
+    holding [cos | sin], or None for no rotation. Returns (q, k), each [T, heads, D] contiguous, in q's dtype.
+    ``order`` (int64 positions of the active rows, ascending in logical order) fixes the weights' gradient.
+    Raises NodeInputError on a wrong shape.
+    """
+    name = "qk_norm_rope"
+    right = q.dim() == 3 and q.shape == k.shape
+    check(right, name, f"q and k must be one [rows, heads, dim], got {list(q.shape)} and {list(k.shape)}")
+    dim = q.shape[-1]
+    for weight in (q_weight, k_weight):
+        check(tuple(weight.shape) == (dim,), name, f"weight must be [{dim}], got {list(weight.shape)}")
+    if table is not None:
+        fits = table.dim() == 2 and table.shape[0] == q.shape[0] and table.shape[1] <= dim
+        fits = fits and table.shape[1] % 2 == 0
+        check(fits, name, f"table must be [{q.shape[0]}, even and <= {dim}], got {list(table.shape)}")
+    return QK_NORM_ROPE(q, k, q_weight, k_weight, table, order, eps=eps)  # type: ignore[no-any-return]
+
+
+def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
+    half = table.shape[1] // 2
+    t = table.float().unsqueeze(1)
+    return t[..., :half], t[..., half:]
+
+
+def _rotate(n: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    a, b = n[..., :half], n[..., half : 2 * half]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, n[..., 2 * half :]), dim=-1)
+
+
+def _one(x: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+    u, _ = normalize(x, eps)
+    n = u * weight.float()
+    return (n if table is None else _rotate(n, *_halves(table))).to(x.dtype)
+
+
+def _one_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor | None,
+    order: Tensor | None,
+    needs: tuple[bool, bool],
+    eps: float,
+) -> tuple[Tensor | None, Tensor | None]:
+    u, inv = normalize(x, eps)
+    dn = dy.float()
+    if table is not None:
+        cos, sin = _halves(table)
+        dn = _rotate(dn, cos, -sin)
+    dx = normalize_backward(dn * weight.float(), u, inv).to(x.dtype) if needs[0] else None
+    # Rows first, then heads: a rank that holds a whole subtree of heads holds a whole subtree of this sum.
+    dweight = sum_rows(sum_rows(in_order(dn * u, order))).to(weight.dtype) if needs[1] else None
+    return dx, dweight
+
+
+def _qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor | None,
+    order: Tensor | None,
+    *,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    return _one(q, q_weight, table, eps), _one(k, k_weight, table, eps)
+
+
+def _qk_norm_rope_backward(
+    dq: Tensor,
+    dk: Tensor,
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    table: Tensor | None,
+    order: Tensor | None,
+    *,
+    needs: tuple[bool, ...],
+    eps: float,
+) -> tuple[Tensor | None, ...]:
+    gq, gqw = _one_backward(dq, q, q_weight, table, order, (needs[0], needs[2]), eps)
+    gk, gkw = _one_backward(dk, k, k_weight, table, order, (needs[1], needs[3]), eps)
+    return gq, gk, gqw, gkw, None, None
+
+
+QK_NORM_ROPE = NodeOp("qk_norm_rope", "qk_norm_rope", _qk_norm_rope, _qk_norm_rope_backward, outputs=2)
