@@ -1,0 +1,267 @@
+"""Forward and backward of the two linears as torch.library ops in the ``h3_kernels`` namespace.
+
+Opaque to the compiler and the same code in eager mode, so bits cannot depend on torch.compile, checkpointing
+or sharding. Orders (docs/contract.md):
+
+- column-parallel: y is one chain over K; dX is the unit tree over 8 ranges of N, unit-major over the fused
+  parts.
+- row-parallel: y is the unit tree over K; dX is one chain over N, with no sum across ranks.
+- dW and dbias: one chain over the rows in ascending logical-key order, local to the rank.
+
+Shapes: x [T, K], weight [N, K] (a rank's shard), bias [N], y and dy [T, N], order int64 [active rows].
+``collective`` is a name from ``collectives.protocol.name_of``; "" is a single rank.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3_kernels.collectives.protocol import by_name
+from h3_kernels.contract import row_range
+from h3_kernels.providers import tree_gemm
+
+NAMESPACE = "h3_kernels"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+Grads = tuple[Tensor | None, ...]
+
+
+def _define(signature: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """One op: CPU and CUDA kernels are the same function, any other device is an error of the dispatcher."""
+    name, _, _ = signature.partition("(")
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+    _library.define(signature, tags=tags)  # type: ignore[no-untyped-call]
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, kernel, device)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+# Column-parallel: qkv_proj, fc1 and every projection that is not sharded.
+
+
+def _column_parallel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    parts: list[int],
+    units: int,
+    gather_rows: int,
+    provider: str,
+    collective: str,
+) -> Tensor:
+    if gather_rows:
+        x = by_name(collective).all_gather_rows(x, gather_rows)
+    return tree_gemm(x, weight, units=1, out_dtype=x.dtype, bias=bias, provider=provider)
+
+
+def _column_parallel_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    parts: Any,
+    units: int,
+    gather_rows: int,
+    provider: str,
+    collective: str,
+) -> Tensor:
+    return x.new_empty(gather_rows or x.shape[0], weight.shape[0])
+
+
+def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, order, *ctx.settings = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, order)
+
+
+def _column_backward(ctx: Any, dy: Tensor) -> Grads:
+    x, weight, order = ctx.saved_tensors
+    parts, units, gather_rows, provider, collective = ctx.settings
+    ops = torch.ops.h3_kernels
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    dx = dw = db = None
+    if need_x:
+        dx = ops.input_grad(dy, weight, parts, units, bool(gather_rows), provider, collective)
+    if need_weight:
+        rows = ops.gather_rows(x, gather_rows, collective) if gather_rows else x
+        dw = ops.weight_grad(dy, rows, order, provider)
+    if need_bias:
+        db = ops.bias_grad(dy, order, ctx.bias_dtype, provider)
+    return dx, dw, db, *[None] * 6
+
+
+# Row-parallel: out_proj and fc2.
+
+
+def _row_parallel(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    units: int,
+    scatter_rows: bool,
+    provider: str,
+    collective: str,
+) -> Tensor:
+    if not collective:
+        return tree_gemm(x, weight, units=units, out_dtype=x.dtype, bias=bias, provider=provider)
+    root = tree_gemm(x, weight, units=units, out_dtype=torch.float32, provider=provider)
+    return _reduce(root, bias, x.dtype, scatter_rows, collective)
+
+
+def _row_parallel_fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    order: Tensor | None,
+    units: int,
+    scatter_rows: bool,
+    provider: str,
+    collective: str,
+) -> Tensor:
+    return x.new_empty(_own_rows(x.shape[0], scatter_rows, collective), weight.shape[0])
+
+
+def _row_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, order, _, *ctx.settings = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, order)
+
+
+def _row_backward(ctx: Any, dy: Tensor) -> Grads:
+    x, weight, order = ctx.saved_tensors
+    scatter_rows, provider, collective = ctx.settings
+    ops = torch.ops.h3_kernels
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    if scatter_rows:
+        dy = ops.gather_rows(dy, x.shape[0], collective)
+    dx = ops.input_grad(dy, weight, [0], 1, False, provider, "") if need_x else None
+    dw = ops.weight_grad(dy, x, order, provider) if need_weight else None
+    db = ops.bias_grad(dy, order, ctx.bias_dtype, provider) if need_bias else None
+    return dx, dw, db, *[None] * 5
+
+
+# Gradients.
+
+
+def _input_grad(
+    dy: Tensor,
+    weight: Tensor,
+    parts: list[int],
+    units: int,
+    scatter_rows: bool,
+    provider: str,
+    collective: str,
+) -> Tensor:
+    """dX [T, K] = dy W: the unit tree over N, each unit one chain over its share of every part in ``parts``
+    order."""
+    dy, weight = _unit_major(dy, 1, parts, units), _unit_major(weight, 0, parts, units)
+    if not collective:
+        return tree_gemm(dy, weight.t(), units=units, out_dtype=dy.dtype, provider=provider)
+    root = tree_gemm(dy, weight.t(), units=units, out_dtype=torch.float32, provider=provider)
+    return _reduce(root, None, dy.dtype, scatter_rows, collective)
+
+
+def _input_grad_fake(
+    dy: Tensor, weight: Tensor, parts: Any, units: int, scatter_rows: bool, provider: str, collective: str
+) -> Tensor:
+    return dy.new_empty(_own_rows(dy.shape[0], scatter_rows, collective), weight.shape[1])
+
+
+def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
+    """Reorder dimension ``dim`` from [part, unit, width] to [unit, part in ``parts`` order, width]; may be a
+    view."""
+    if len(parts) == 1:
+        return t
+    blocks = t.reshape(*t.shape[:dim], len(parts), units, -1, *t.shape[dim + 1 :])
+    if list(parts) != sorted(parts):
+        blocks = blocks.index_select(dim, torch.tensor(parts, device=t.device))
+    return blocks.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+
+def _weight_grad(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
+    """dW [N, K] = dy^T x, one chain over the rows in ``order``; rows already in order are read in place."""
+    if order is not None:
+        dy, x = dy.index_select(0, order), x.index_select(0, order)
+    return tree_gemm(dy.t(), x.t(), units=1, out_dtype=x.dtype, provider=provider)
+
+
+def _weight_grad_fake(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
+    return x.new_empty(dy.shape[1], x.shape[1])
+
+
+def _bias_grad(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provider: str) -> Tensor:
+    """dbias [N] = dy^T 1: the chain of dW against a column of ones, whose products are exact."""
+    if order is not None:
+        dy = dy.index_select(0, order)
+    ones = dy.new_ones(1, dy.shape[0])
+    return tree_gemm(dy.t(), ones, units=1, out_dtype=dtype, provider=provider).squeeze(1)
+
+
+def _bias_grad_fake(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provider: str) -> Tensor:
+    return dy.new_empty(dy.shape[1], dtype=dtype)
+
+
+# Rows of sequence-parallel ranks.
+
+
+def _reduce(
+    root: Tensor, bias: Tensor | None, dtype: torch.dtype, scatter_rows: bool, collective: str
+) -> Tensor:
+    exchange = by_name(collective)
+    reduce = exchange.reduce_scatter_tree if scatter_rows else exchange.all_reduce_tree
+    return reduce(root, bias=bias, out_dtype=dtype)
+
+
+def _own_rows(rows: int, scatter_rows: bool, collective: str) -> int:
+    if not scatter_rows:
+        return rows
+    exchange = by_name(collective)
+    start, stop = row_range(rows, exchange.world_size, exchange.rank)
+    return stop - start
+
+
+def _gather_rows(rows: Tensor, total: int, collective: str) -> Tensor:
+    return by_name(collective).all_gather_rows(rows.contiguous(), total).clone()
+
+
+def _gather_rows_fake(rows: Tensor, total: int, collective: str) -> Tensor:
+    return rows.new_empty(total, rows.shape[1])
+
+
+_define(
+    "column_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int[] parts, int units, "
+    "SymInt gather_rows, str provider, str collective) -> Tensor",
+    _column_parallel,
+    _column_parallel_fake,
+)
+_define(
+    "row_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int units, bool scatter_rows, "
+    "str provider, str collective) -> Tensor",
+    _row_parallel,
+    _row_parallel_fake,
+)
+_define(
+    "input_grad(Tensor dy, Tensor weight, int[] parts, int units, bool scatter_rows, str provider, "
+    "str collective) -> Tensor",
+    _input_grad,
+    _input_grad_fake,
+)
+_define(
+    "weight_grad(Tensor dy, Tensor x, Tensor? order, str provider) -> Tensor", _weight_grad, _weight_grad_fake
+)
+_define(
+    "bias_grad(Tensor dy, Tensor? order, ScalarType dtype, str provider) -> Tensor",
+    _bias_grad,
+    _bias_grad_fake,
+)
+_define("gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake)
+
+for _name, _backward, _setup in (
+    ("column_parallel", _column_backward, _column_setup),
+    ("row_parallel", _row_backward, _row_setup),
+):
+    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_library)

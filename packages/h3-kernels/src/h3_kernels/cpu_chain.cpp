@@ -1,0 +1,86 @@
+// Fixed-order fp32 GEMM for the CPU: the same order as reference.py, compiled.
+//
+// out[m, n] = tree over units of ( chain over k of fp32(a[m, k] * b[k, n]) ), every operation rounded on its own.
+// Vectorised over n only, so no element's order depends on the blocking or on the number of threads. Must be compiled
+// with -ffp-contract=off: a fused multiply-add would skip the rounding of the product.
+
+#include <algorithm>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr int kRows = 4;      // rows of one register tile
+constexpr int kColumns = 32;  // columns of one register tile: two AVX-512 or four AVX2 registers per row
+constexpr int kLevels = 4;    // partials alive in a tree of 8 units, the current one included
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define H3_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define H3_CLONES
+#endif
+
+struct Problem {
+  const float* a;  // [m, k], row-major
+  const float* b;  // [k, n], row-major
+  float* out;      // [m, n], row-major
+  int64_t m, n, k;
+  int units;
+};
+
+// One tile of kRows x kColumns; b is a packed [k, kColumns] panel, rows beyond m are computed from row 0 and dropped.
+H3_CLONES void tile(const Problem& p, const float* panel, int64_t row, int64_t column, int64_t columns) {
+  const int64_t rows = std::min<int64_t>(kRows, p.m - row);
+  const float* a[kRows];
+  for (int r = 0; r < kRows; ++r) a[r] = p.a + (r < rows ? row + r : row) * p.k;
+  float pending[kLevels][kRows][kColumns];
+  int depth = 0;
+  const int64_t width = p.k / p.units;
+  for (int unit = 0; unit < p.units; ++unit) {
+    float acc[kRows][kColumns] = {};
+    for (int64_t k = unit * width; k < (unit + 1) * width; ++k) {
+      const float* b = panel + k * kColumns;
+      for (int r = 0; r < kRows; ++r) {
+        const float scale = a[r][k];
+        for (int c = 0; c < kColumns; ++c) acc[r][c] += scale * b[c];
+      }
+    }
+    // Binary counter: unit u closes as many subtrees as u has trailing ones; the earlier partial is the left operand.
+    for (int closed = unit; closed & 1; closed >>= 1) {
+      --depth;
+      for (int r = 0; r < kRows; ++r)
+        for (int c = 0; c < kColumns; ++c) acc[r][c] = pending[depth][r][c] + acc[r][c];
+    }
+    for (int r = 0; r < kRows; ++r)
+      for (int c = 0; c < kColumns; ++c) pending[depth][r][c] = acc[r][c];
+    ++depth;
+  }
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < columns; ++c) p.out[(row + r) * p.n + column + c] = pending[0][r][c];
+}
+
+void columns_from(const Problem& p, int64_t first, int64_t stride) {
+  std::vector<float> panel(static_cast<size_t>(p.k) * kColumns);
+  for (int64_t column = first * kColumns; column < p.n; column += stride * kColumns) {
+    const int64_t columns = std::min<int64_t>(kColumns, p.n - column);
+    for (int64_t k = 0; k < p.k; ++k) {
+      std::copy_n(p.b + k * p.n + column, columns, panel.data() + k * kColumns);
+      std::fill_n(panel.data() + k * kColumns + columns, kColumns - columns, 0.0f);
+    }
+    for (int64_t row = 0; row < p.m; row += kRows) tile(p, panel.data(), row, column, columns);
+  }
+}
+
+}  // namespace
+
+extern "C" void h3_tree_gemm_f32(const float* a, const float* b, float* out, int64_t m, int64_t n, int64_t k,
+                                 int units, int threads) {
+  const Problem p{a, b, out, m, n, k, units};
+  const int64_t blocks = (n + kColumns - 1) / kColumns;
+  const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, blocks));
+  std::vector<std::thread> pool;
+  for (int64_t w = 1; w < workers; ++w) pool.emplace_back([&p, w, workers] { columns_from(p, w, workers); });
+  columns_from(p, 0, workers);
+  for (std::thread& worker : pool) worker.join();
+}

@@ -1,0 +1,34 @@
+"""Errors of h3-kernels. Each message is one line: what is wrong, where, what was expected, what to do."""
+
+
+class H3KernelsError(Exception):
+    """Base class of every error this package raises on purpose."""
+
+
+class ContractError(H3KernelsError, ValueError):
+    """An unknown contract id, or a shape, unit count or tensor-parallel degree the contract does not
+    cover."""
+
+
+class InputError(H3KernelsError, ValueError):
+    """A tensor on the wrong device, of the wrong dtype, or of the wrong shape."""
+
+
+class ProviderError(H3KernelsError, RuntimeError):
+    """No provider may serve a call; the message lists every candidate and why it was refused."""
+
+
+class CollectiveError(H3KernelsError, RuntimeError):
+    """A collective that is missing, or does not match the tensor-parallel degree and rank stated."""
+
+
+class LogicalKeysError(H3KernelsError, ValueError):
+    """Logical keys of the wrong shape or dtype, or an active key that occurs twice."""
+
+
+class SessionError(H3KernelsError, RuntimeError):
+    """A backward session that is nested, incomplete, already finished, or met by a call it cannot record."""
+
+
+class ModeError(H3KernelsError, ValueError):
+    """A mode that is not one of off, strict and audit."""

@@ -1,0 +1,214 @@
+"""Providers: what may compute ``tree_gemm``, who is asked first, and why a candidate was refused.
+
+``tree_gemm`` is the one arithmetic primitive of the package; every linear, forward and backward, is one or
+two calls of it. A provider is legal for a call only if its bits equal the fixed-order chain's; ``probe``
+proves it on the device.
+"""
+
+import functools
+import importlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from h3_kernels import reference
+from h3_kernels.binding import Probe
+from h3_kernels.contract import UNIT_COUNTS
+from h3_kernels.errors import InputError, ProviderError
+
+Layout = Literal["k", "m", "n"]
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCall:
+    """What a provider needs to know to accept a call: sizes, dtypes, layouts and the device, no data.
+
+    ``a_layout`` is "k" if a's rows are contiguous along K, "m" if its columns are contiguous along M;
+    ``b_layout`` likewise "k" or "n". ``capability`` is the CUDA compute capability, None on the CPU.
+    """
+
+    m: int
+    n: int
+    k: int
+    units: int
+    a_dtype: torch.dtype
+    out_dtype: torch.dtype
+    a_layout: Layout
+    b_layout: Layout
+    has_bias: bool
+    device_type: str
+    capability: tuple[int, int] | None
+
+
+class Provider(Protocol):
+    """One way to compute ``tree_gemm``."""
+
+    @property
+    def name(self) -> str:
+        """Name to ask for, and to report."""
+        ...
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Why this provider cannot serve ``call``, or None if it can."""
+        ...
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """The product, in the contract's order. Called only with what ``refuses`` accepted."""
+        ...
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Compare bits with the fixed-order chain on ``device`` for calls of this class."""
+        ...
+
+
+class ReferenceProvider:
+    """The CPU order of reference.py; it defines the bits, so it has nothing to prove."""
+
+    name = "reference"
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Anything on the CPU is legal."""
+        return (
+            None if call.device_type == "cpu" else f"runs on the CPU, the operands are on {call.device_type}"
+        )
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """See ``reference.tree_gemm``."""
+        return reference.tree_gemm(a, b, units=units, out_dtype=out_dtype, bias=bias)
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Holds by definition."""
+        return Probe(ok=True, detail="defines the CPU bits")
+
+
+_registry: dict[str, tuple[int, Provider]] = {}
+
+
+def register(provider: Provider, priority: int) -> None:
+    """Offer ``provider`` to ``choose``; a higher priority is asked first. A name registered again is
+    replaced."""
+    _registry[provider.name] = (priority, provider)
+    _chosen.cache_clear()
+
+
+def registered() -> list[Provider]:
+    """Providers in the order ``choose`` asks them."""
+    return [
+        provider for _, provider in sorted(_registry.values(), key=lambda entry: (-entry[0], entry[1].name))
+    ]
+
+
+def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Provider:
+    """First legal provider for ``call``, or the one named ``wanted`` if it is legal.
+
+    A provider is legal if it does not refuse the call and its probe on ``device`` (the current device of the
+    call's type by default) succeeds. Choices are remembered per call, name and device. Raises ProviderError
+    with the reason of every candidate if none is legal.
+    """
+    return _chosen(call, wanted, device or torch.device(call.device_type))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Provider:
+    if call.device_type == "cuda":
+        _load_cuda_providers()
+    candidates = [p for p in registered() if wanted in ("auto", p.name)]
+    if not candidates:
+        names = ", ".join(p.name for p in registered())
+        raise ProviderError(f"no provider is named {wanted!r}; registered: {names}")
+    trace = []
+    for provider in candidates:
+        reason = provider.refuses(call)
+        if reason is None:
+            probe = provider.probe(call, device)
+            if probe.ok:
+                return provider
+            reason = f"probe failed: {probe.detail}"
+        trace.append(f"{provider.name}: {reason}")
+    raise ProviderError(f"no legal provider for {call}: " + "; ".join(trace))
+
+
+@functools.cache
+def _load_cuda_providers() -> None:
+    """Registered when the first CUDA operand arrives, so that importing this package never touches CUDA."""
+    importlib.import_module("h3_kernels.cuda_providers").register_all()
+
+
+def tree_gemm(
+    a: Tensor,
+    b: Tensor,
+    *,
+    units: int,
+    out_dtype: torch.dtype,
+    bias: Tensor | None = None,
+    provider: str = "auto",
+) -> Tensor:
+    """[M, N] = a [M, K] times b [N, K] transposed, in the order ``units`` states, by the provider that
+    ``choose`` gives.
+
+    a and b share a device and a dtype, bf16 or fp32 (fp32 products are never TF32). An operand with neither
+    dimension contiguous is copied first. ``bias`` [N] is added in fp32 before the one rounding to
+    ``out_dtype`` (bf16 or fp32). Raises InputError for operands outside this, ProviderError if no provider is
+    legal.
+    """
+    _check(a, b, units, out_dtype, bias)
+    if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
+        return reference.finish(torch.zeros(a.shape[0], b.shape[0], device=a.device), bias, out_dtype)
+    a, a_layout = _operand(a, "m")
+    b, b_layout = _operand(b, "n")
+    call = GemmCall(
+        m=a.shape[0],
+        n=b.shape[0],
+        k=a.shape[1],
+        units=units,
+        a_dtype=a.dtype,
+        out_dtype=out_dtype,
+        a_layout=a_layout,
+        b_layout=b_layout,
+        has_bias=bias is not None,
+        device_type=a.device.type,
+        capability=_capability(a.device),
+    )
+    return choose(call, provider, a.device).run(a, b, units=units, out_dtype=out_dtype, bias=bias)
+
+
+def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
+    """The operand and its layout; strides that no GEMM reads (both above 1, or overlapping rows) are
+    copied."""
+    rows, columns = t.shape
+    if t.stride(1) == 1 and (rows == 1 or t.stride(0) >= columns):
+        return t, "k"
+    if t.stride(0) == 1 and (columns == 1 or t.stride(1) >= rows):
+        return t, across
+    return t.contiguous(), "k"
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _check(a: Tensor, b: Tensor, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> None:
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise InputError(f"operands of shape {list(a.shape)} and {list(b.shape)}; expected [M, K] and [N, K]")
+    if a.dtype != b.dtype or a.dtype not in DTYPES or out_dtype not in DTYPES:
+        raise InputError(
+            f"dtypes {a.dtype}, {b.dtype} -> {out_dtype}; expected one operand dtype, bf16 or fp32"
+        )
+    if a.device != b.device:
+        raise InputError(f"operands on {a.device} and {b.device}; move them to one device")
+    if units not in UNIT_COUNTS or a.shape[1] % units:
+        raise InputError(f"K={a.shape[1]} in {units} units; units must be one of {UNIT_COUNTS} and divide K")
+    if bias is None:
+        return
+    if bias.shape != (b.shape[0],) or bias.dtype not in DTYPES or bias.device != a.device:
+        raise InputError(
+            f"bias {list(bias.shape)} {bias.dtype} on {bias.device}; "
+            f"expected [{b.shape[0]}] bf16 or fp32 on {a.device}"
+        )
+
+
+register(ReferenceProvider(), priority=0)

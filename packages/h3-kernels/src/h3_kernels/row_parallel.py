@@ -1,0 +1,65 @@
+"""``h3-parallel-v1``: the row-parallel linear, whose bytes do not depend on the tensor-parallel degree."""
+
+import torch
+from torch import Tensor
+
+from h3_kernels import autograd as _ops  # noqa: F401  # registers torch.ops.h3_kernels
+from h3_kernels.collectives.protocol import Collective, check_collective, name_of
+from h3_kernels.contract import UNITS, legality, parallel_id, parse_parallel_id
+from h3_kernels.errors import ContractError
+from h3_kernels.linear_inputs import check_operands, flatten_rows, require, unflatten_rows
+from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
+
+
+def row_parallel(  # noqa: PLR0913  # one call states the whole contract
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    contract: str = parallel_id(UNITS),
+    tp: int = 1,
+    rank: int = 0,
+    collective: Collective | None = None,
+    provider: str = "auto",
+    logical_keys: LogicalKeys | Tensor | None = None,
+    scatter_rows: bool = False,
+) -> Tensor:
+    """y [..., N] = x [..., K] weight [N, K]^T + bias [N]: unit chains over K, canonical fp32 tree, one
+    rounding.
+
+    x and weight are both bf16 or both fp32; y has their dtype. With ``tp`` above 1 they are ``rank``'s K / tp
+    columns, ``collective`` adds the ranks' fp32 subtree roots, and y is whole on every rank. ``bias`` is
+    whole on every rank.
+
+    Backward: dX is one chain over N, local to the rank; dW and dbias sum over rows in ascending
+    ``logical_keys``, or in the order given without them.
+
+    ``scatter_rows``: y holds this rank's rows only (sequence parallel, ``contract.row_range``); x is then [T,
+    K / tp].
+
+    Raises InputError, ContractError, CollectiveError, LogicalKeysError or ProviderError; nothing is computed
+    then.
+    """
+    check_operands("row_parallel", x, weight, bias)
+    require("row_parallel", legality(contract, n=weight.shape[0], k=weight.shape[1] * tp, tp=tp))
+    units = parse_parallel_id(contract)
+    check_collective(collective, tp, rank, units)
+    if scatter_rows and x.dim() != 2:
+        raise ContractError(
+            f"row_parallel: scatter_rows needs x [T, K], got {list(x.shape)}; flatten it first"
+        )
+    rows = flatten_rows(x)
+    keys = as_logical_keys(logical_keys)
+    if keys is not None:
+        keys.check_rows(rows.shape[0])
+    y = torch.ops.h3_kernels.row_parallel(
+        rows,
+        weight,
+        bias,
+        None if keys is None else keys.order,
+        units // tp,
+        scatter_rows,
+        provider,
+        name_of(collective),
+    )
+    return y if scatter_rows else unflatten_rows(y, x)
