@@ -4,11 +4,11 @@ Standard library only: it runs before anything is installed. Three pinned, hashe
 
 - ``uv.lock``: the four packages and the tools. It names wheels by path in ``.wheelhouse/`` and holds no host name.
 - ``requirements/wheelhouse.txt``: the same set for pip, which downloads and checks the wheels.
-- ``requirements/engines.txt``: torch, vLLM-Omni, Diffusers and what they import, installed without their
-  dependency trees (the trees bring several GB that no CPU test imports).
+- ``requirements/engines.txt``: vLLM-Omni, Diffusers and what they import, installed without their dependency trees
+  (the trees bring several GB that no CPU test imports).
 
-A torch wheel built for CUDA imports only beside its runtime libraries: they are in ``requirements/torch-cuda.txt`` and
-are installed only where the torch that was found is such a build.
+Torch's CPU build (``requirements/torch-cpu.txt``) is not on every package index. Where pip cannot find it, the CUDA
+build of the same version is installed with the runtime libraries it needs to import (``requirements/torch-cuda.txt``).
 """
 
 from __future__ import annotations
@@ -51,10 +51,20 @@ def is_done(stamp: Path, key: str) -> bool:
     return stamp.is_file() and stamp.read_text() == key
 
 
-def download(requirements: str, python: str) -> None:
+def download(requirements: str) -> None:
     """Download the wheels of a hashed requirements file into the wheelhouse, with pip's own hash check."""
-    pip = (python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet")
-    run(*pip, "--no-deps", "--require-hashes", "--only-binary=:all:", "-d", WHEELHOUSE, "-r", REQUIREMENTS / requirements)
+    run(*_pip_download(requirements))
+
+
+def can_download(requirements: str) -> bool:
+    """Like `download`, but False where pip finds no such wheel."""
+    line = [str(part) for part in _pip_download(requirements)]
+    return subprocess.run(line, cwd=ROOT, capture_output=True, check=False).returncode == 0
+
+
+def _pip_download(requirements: str) -> list[str | Path]:
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    return [*pip, "--require-hashes", "--only-binary=:all:", "-d", WHEELHOUSE, "-r", REQUIREMENTS / requirements]
 
 
 def write_index() -> None:
@@ -89,7 +99,7 @@ def sync() -> None:
     stamp = VENV / ".synced"
     if is_done(stamp, key):
         return
-    download("wheelhouse.txt", str(BOOT_BIN / "python"))
+    download("wheelhouse.txt")
     write_index()
     run(
         BOOT_BIN / "uv", "sync", "--quiet", "--locked", "--inexact", "--all-packages", "--all-groups",
@@ -104,15 +114,17 @@ def _package_files() -> list[Path]:
 
 def engines() -> None:
     """Add torch and both engines to `.venv`, then check that torch imports."""
-    key = digest(REQUIREMENTS / "engines.txt", REQUIREMENTS / "torch-cuda.txt")
+    key = digest(*sorted(REQUIREMENTS.glob("*.txt")))
     stamp = VENV / ".engines"
     if is_done(stamp, key):
         return
-    download("engines.txt", sys.executable)
+    torch = "torch-cpu.txt"
+    if not can_download(torch):
+        torch = "torch-cuda.txt"
+        download(torch)
+    download("engines.txt")
+    _install(torch)
     _install("engines.txt")
-    if _torch_is_cuda_build():
-        download("torch-cuda.txt", sys.executable)
-        _install("torch-cuda.txt")
     run(VENV / "bin" / "python", "-c", "import torch")
     stamp.write_text(key)
 
@@ -122,11 +134,6 @@ def _install(requirements: str) -> None:
         BOOT_BIN / "uv", "pip", "install", "--quiet", "--no-config", "--no-deps", "--no-index", "--find-links", WHEELHOUSE,
         "--require-hashes", "--python", VENV / "bin" / "python", "-r", REQUIREMENTS / requirements,
     )  # fmt: skip
-
-
-def _torch_is_cuda_build() -> bool:
-    version = next(VENV.glob("lib/python3*/site-packages/torch/version.py")).read_text()
-    return re.search(r"^cuda\b[^=]*= *None", version, re.MULTILINE) is None
 
 
 STEPS = {"sync": sync, "engines": engines, "index": write_index}
