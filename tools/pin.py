@@ -17,7 +17,12 @@ from pathlib import Path
 
 PYTHONS = ("3.11", "3.12", "3.13")
 # pip matches platform tags exactly when they are named, so every glibc a wheel may ask for is listed.
-PLATFORMS = (*(f"manylinux_2_{minor}" for minor in range(39, 4, -1)), "manylinux2014", "manylinux2010", "manylinux1")
+PLATFORMS = (
+    *(f"manylinux_2_{minor}" for minor in range(39, 4, -1)),
+    "manylinux2014",
+    "manylinux2010",
+    "manylinux1",
+)
 HEADER = "# Written by tools/pin.py from {source}: every hash is of a wheel that was downloaded and read.\n"
 
 
@@ -29,8 +34,27 @@ def normalized(name: str) -> str:
 def download(pins: Path, python: str, folder: Path) -> None:
     """Download the wheels of `pins` for one Python version into `folder`."""
     platforms = [word for tag in PLATFORMS for word in ("--platform", f"{tag}_x86_64")]
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    target = ["--python-version", python, "--implementation", "cp", *platforms, "-d", str(folder), "-r", str(pins)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+    ]
+    target = [
+        "--python-version",
+        python,
+        "--implementation",
+        "cp",
+        *platforms,
+        "-d",
+        str(folder),
+        "-r",
+        str(pins),
+    ]
     subprocess.run([*command, *target], check=True)
 
 
@@ -40,14 +64,18 @@ def hashes(folders: list[Path]) -> dict[str, set[str]]:
     for wheel in (wheel for folder in folders for wheel in folder.glob("*.whl")):
         name, version = wheel.name.split("-")[:2]
         with wheel.open("rb") as file:
-            found[f"{normalized(name)}=={version.split('+')[0]}"].add(hashlib.file_digest(file, "sha256").hexdigest())
+            found[f"{normalized(name)}=={version.split('+')[0]}"].add(
+                hashlib.file_digest(file, "sha256").hexdigest()
+            )
     return found
 
 
 def main() -> None:
     """Write the ``.txt`` beside the given ``.in`` file."""
     source, *extra = (Path(argument) for argument in sys.argv[1:])
-    pins = [line.strip() for line in source.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    pins = [
+        line.strip() for line in source.read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         for python in PYTHONS:
             download(source, python, Path(scratch))

@@ -20,13 +20,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / ".wheelhouse"
 REQUIREMENTS = ROOT / "requirements"
 BOOT_BIN = ROOT / ".boot" / "bin"
-VENV = ROOT / ".venv"
 
 
 def run(*command: str | Path, **environment: str) -> None:
@@ -64,10 +64,18 @@ def can_download(requirements: str) -> bool:
 
 def _pip_download(requirements: str) -> list[str | Path]:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    return [*pip, "--require-hashes", "--only-binary=:all:", "-d", WHEELHOUSE, "-r", REQUIREMENTS / requirements]
+    return [
+        *pip,
+        "--require-hashes",
+        "--only-binary=:all:",
+        "-d",
+        WHEELHOUSE,
+        "-r",
+        REQUIREMENTS / requirements,
+    ]
 
 
-def write_index() -> None:
+def write_index(_venv: Path) -> None:
     """Write the wheelhouse's index pages (the "simple" repository form, PEP 503) with each wheel's SHA-256."""
     wheels: dict[str, list[Path]] = {}
     for wheel in sorted(WHEELHOUSE.glob("*.whl")):
@@ -75,12 +83,13 @@ def write_index() -> None:
         wheels.setdefault(name, []).append(wheel)
     pages = WHEELHOUSE / "simple"
     for name, files in wheels.items():
-        links = (
-            f'<a href="../../{html.escape(file.name.replace("+", "%2B"))}#sha256={_sha256(file)}">{html.escape(file.name)}</a><br>'
-            for file in files
-        )
-        _write_page(pages / name / "index.html", links)
+        _write_page(pages / name / "index.html", (_link(file) for file in files))
     _write_page(pages / "index.html", (f'<a href="{name}/">{name}</a><br>' for name in wheels))
+
+
+def _link(wheel: Path) -> str:
+    target = html.escape(wheel.name.replace("+", "%2B"))
+    return f'<a href="../../{target}#sha256={_sha256(wheel)}">{html.escape(wheel.name)}</a><br>'
 
 
 def _sha256(path: Path) -> str:
@@ -88,23 +97,24 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_page(path: Path, links: object) -> None:
+def _write_page(path: Path, links: Iterable[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("<!DOCTYPE html><html><body>" + "\n".join(links) + "</body></html>\n")  # type: ignore[call-overload]
+    path.write_text("<!DOCTYPE html><html><body>" + "\n".join(links) + "</body></html>\n")
 
 
-def sync() -> None:
-    """Make `.venv` hold the four packages (editable) and the test, lint and docs tools, exactly as locked."""
-    key = digest(ROOT / "uv.lock", ROOT / "pyproject.toml", REQUIREMENTS / "wheelhouse.txt", *_package_files())
-    stamp = VENV / ".synced"
+def sync(venv: Path) -> None:
+    """Make `venv` hold the four packages (editable) and the test, lint and docs tools, exactly as locked."""
+    key = digest(
+        ROOT / "uv.lock", ROOT / "pyproject.toml", REQUIREMENTS / "wheelhouse.txt", *_package_files()
+    )
+    stamp = venv / ".synced"
     if is_done(stamp, key):
         return
     download("wheelhouse.txt")
-    write_index()
-    run(
-        BOOT_BIN / "uv", "sync", "--quiet", "--locked", "--inexact", "--all-packages", "--all-groups",
-        "--python", sys.executable, UV_PYTHON_DOWNLOADS="never",
-    )  # fmt: skip
+    write_index(venv)
+    uv_sync = (BOOT_BIN / "uv", "sync", "--quiet", "--locked", "--inexact", "--all-packages", "--all-groups")
+    where = {"UV_PYTHON_DOWNLOADS": "never", "UV_PROJECT_ENVIRONMENT": str(venv)}
+    run(*uv_sync, "--python", sys.executable, **where)
     stamp.write_text(key)
 
 
@@ -112,10 +122,10 @@ def _package_files() -> list[Path]:
     return sorted(ROOT.glob("packages/*/pyproject.toml"))
 
 
-def engines() -> None:
-    """Add torch and both engines to `.venv`, then check that torch imports."""
+def engines(venv: Path) -> None:
+    """Add torch and both engines to `venv`, then check that torch imports."""
     key = digest(*sorted(REQUIREMENTS.glob("*.txt")))
-    stamp = VENV / ".engines"
+    stamp = venv / ".engines"
     if is_done(stamp, key):
         return
     torch = "torch-cpu.txt"
@@ -123,28 +133,33 @@ def engines() -> None:
         torch = "torch-cuda.txt"
         download(torch)
     download("engines.txt")
-    _install(torch)
-    _install("engines.txt")
-    run(VENV / "bin" / "python", "-c", "import torch")
+    _install(venv, torch)
+    _install(venv, "engines.txt")
+    run(venv / "bin" / "python", "-c", "import torch")
     stamp.write_text(key)
 
 
-def _install(requirements: str) -> None:
-    run(
-        BOOT_BIN / "uv", "pip", "install", "--quiet", "--no-config", "--no-deps", "--no-index", "--find-links", WHEELHOUSE,
-        "--require-hashes", "--python", VENV / "bin" / "python", "-r", REQUIREMENTS / requirements,
-    )  # fmt: skip
+def _install(venv: Path, requirements: str) -> None:
+    install = (BOOT_BIN / "uv", "pip", "install", "--quiet", "--no-config", "--no-deps", "--require-hashes")
+    local = ("--no-index", "--find-links", WHEELHOUSE)
+    run(*install, *local, "--python", venv / "bin" / "python", "-r", REQUIREMENTS / requirements)
 
 
-STEPS = {"sync": sync, "engines": engines, "index": write_index}
+STEPS: dict[str, Callable[[Path], None]] = {"sync": sync, "engines": engines, "index": write_index}
 
 
 def main() -> None:
     """Run the named steps in order."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--venv", type=Path, default=ROOT / ".venv", help="the environment to fill (default: .venv)"
+    )
     parser.add_argument("steps", nargs="+", choices=sorted(STEPS))
-    for step in parser.parse_args().steps:
-        STEPS[step]()
+    arguments = parser.parse_args()
+    for step in arguments.steps:
+        STEPS[step](arguments.venv)
 
 
 if __name__ == "__main__":
