@@ -41,7 +41,7 @@ def _define(signature: str, kernel: Callable[..., Tensor], fake: Callable[..., T
 # Column-parallel: qkv_proj, fc1 and every projection that is not sharded.
 
 
-def _column_parallel(
+def column_parallel(  # noqa: PLR0913, PLR0917  # an op has no keyword objects
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -49,26 +49,19 @@ def _column_parallel(
     parts: list[int],
     units: int,
     gather_rows: int,
+    out_dtype: torch.dtype,
     provider: str,
     collective: str,
 ) -> Tensor:
+    """y [T, N]: one chain per element. ``units`` is the rank's share of the units of dX."""
     if gather_rows:
         x = by_name(collective).all_gather_rows(x, gather_rows)
-    return tree_gemm(x, weight, units=1, out_dtype=x.dtype, bias=bias, provider=provider)
+    return tree_gemm(x, weight, units=1, out_dtype=out_dtype, bias=bias, provider=provider)
 
 
-def _column_parallel_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor | None,
-    parts: Any,
-    units: int,
-    gather_rows: int,
-    provider: str,
-    collective: str,
-) -> Tensor:
-    return x.new_empty(gather_rows or x.shape[0], weight.shape[0])
+def _column_parallel_fake(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    *_, gather_rows, out_dtype, _, _ = settings
+    return x.new_empty(gather_rows or x.shape[0], weight.shape[0], dtype=out_dtype)
 
 
 def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -79,9 +72,10 @@ def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _column_backward(ctx: Any, dy: Tensor) -> Grads:
     x, weight, order = ctx.saved_tensors
-    parts, units, gather_rows, provider, collective = ctx.settings
+    parts, units, gather_rows, _, provider, collective = ctx.settings
     ops = torch.ops.h3_kernels
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    dy = dy.to(x.dtype)
     dx = dw = db = None
     if need_x:
         dx = ops.input_grad(dy, weight, parts, units, bool(gather_rows), provider, collective)
@@ -90,13 +84,13 @@ def _column_backward(ctx: Any, dy: Tensor) -> Grads:
         dw = ops.weight_grad(dy, rows, order, provider)
     if need_bias:
         db = ops.bias_grad(dy, order, ctx.bias_dtype, provider)
-    return dx, dw, db, *[None] * 6
+    return dx, dw, db, *[None] * 7
 
 
 # Row-parallel: out_proj and fc2.
 
 
-def _row_parallel(
+def row_parallel(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -106,22 +100,15 @@ def _row_parallel(
     provider: str,
     collective: str,
 ) -> Tensor:
+    """y [T, N], or the rank's rows of it: ``units`` chains per element, the tree, one rounding."""
     if not collective:
         return tree_gemm(x, weight, units=units, out_dtype=x.dtype, bias=bias, provider=provider)
     root = tree_gemm(x, weight, units=units, out_dtype=torch.float32, provider=provider)
     return _reduce(root, bias, x.dtype, scatter_rows, collective)
 
 
-def _row_parallel_fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    order: Tensor | None,
-    units: int,
-    scatter_rows: bool,
-    provider: str,
-    collective: str,
-) -> Tensor:
+def _row_parallel_fake(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
+    *_, scatter_rows, _, collective = settings
     return x.new_empty(_own_rows(x.shape[0], scatter_rows, collective), weight.shape[0])
 
 
@@ -205,6 +192,39 @@ def _bias_grad_fake(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provid
     return dy.new_empty(dy.shape[1], dtype=dtype)
 
 
+# The LoRA term.
+
+
+def scaled_add(base: Tensor, term: Tensor, scaling: float) -> Tensor:
+    """base + scaling * term [T, N] in fp32, product and sum each rounded, then one rounding to base's
+    dtype."""
+    return (base.float() + term.float() * scaling).to(base.dtype)
+
+
+def _scaled_add_fake(base: Tensor, term: Tensor, scaling: float) -> Tensor:
+    return torch.empty_like(base)
+
+
+def _scaled_add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, term, ctx.scaling = inputs
+    ctx.term_dtype = term.dtype
+
+
+def _scaled_add_backward(ctx: Any, dy: Tensor) -> Grads:
+    need_base, need_term, _ = ctx.needs_input_grad
+    term = torch.ops.h3_kernels.scale(dy, ctx.scaling, ctx.term_dtype) if need_term else None
+    return dy if need_base else None, term, None
+
+
+def _scale(t: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """scaling * t in fp32, rounded once to ``dtype``."""
+    return (t.float() * scaling).to(dtype)
+
+
+def _scale_fake(t: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(t, dtype=dtype)
+
+
 # Rows of sequence-parallel ranks.
 
 
@@ -234,14 +254,14 @@ def _gather_rows_fake(rows: Tensor, total: int, collective: str) -> Tensor:
 
 _define(
     "column_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int[] parts, int units, "
-    "SymInt gather_rows, str provider, str collective) -> Tensor",
-    _column_parallel,
+    "SymInt gather_rows, ScalarType out_dtype, str provider, str collective) -> Tensor",
+    column_parallel,
     _column_parallel_fake,
 )
 _define(
     "row_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int units, bool scatter_rows, "
     "str provider, str collective) -> Tensor",
-    _row_parallel,
+    row_parallel,
     _row_parallel_fake,
 )
 _define(
@@ -258,10 +278,13 @@ _define(
     _bias_grad,
     _bias_grad_fake,
 )
+_define("scaled_add(Tensor base, Tensor term, float scaling) -> Tensor", scaled_add, _scaled_add_fake)
+_define("scale(Tensor t, float scaling, ScalarType dtype) -> Tensor", _scale, _scale_fake)
 _define("gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake)
 
 for _name, _backward, _setup in (
     ("column_parallel", _column_backward, _column_setup),
     ("row_parallel", _row_backward, _row_setup),
+    ("scaled_add", _scaled_add_backward, _scaled_add_setup),
 ):
     torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_library)

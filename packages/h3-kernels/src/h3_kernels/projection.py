@@ -3,15 +3,16 @@ replicates."""
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from h3_kernels import autograd as _ops  # noqa: F401  # registers torch.ops.h3_kernels
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import PROJECTION, UNITS, legality
 from h3_kernels.errors import CollectiveError, InputError
 from h3_kernels.linear_inputs import check_operands, flatten_rows, require, unflatten_rows
+from h3_kernels.linears import ColumnCall, apply_group, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
+
+Keys = LogicalKeys | Tensor | None
 
 
 def projection(  # noqa: PLR0913  # one call states the whole contract
@@ -20,7 +21,7 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
     bias: Tensor | None = None,
     *,
     provider: str = "auto",
-    logical_keys: LogicalKeys | Tensor | None = None,
+    logical_keys: Keys = None,
     parts: Sequence[int] = (0,),
     tp: int = 1,
     rank: int = 0,
@@ -46,42 +47,82 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
     then.
     """
     check_operands("projection", x, weight, bias)
-    order_of_parts = _checked_parts(parts)
-    require(
-        "projection", legality(PROJECTION, n=weight.shape[0] * tp, k=weight.shape[1], tp=tp, parts=len(parts))
-    )
-    check_collective(collective, tp, rank, UNITS)
-    rows = flatten_rows(x)
-    if gather_rows is not None and (tp == 1 or x.dim() != 2):
-        raise CollectiveError(
-            f"projection: gather_rows needs tp above 1 and x [T, K]; got tp={tp}, x {list(x.shape)}"
-        )
-    keys = as_logical_keys(logical_keys)
-    if keys is not None:
-        keys.check_rows(rows.shape[0] if gather_rows is None else gather_rows)
-    y = torch.ops.h3_kernels.column_parallel(
-        rows,
-        weight,
-        bias,
-        None if keys is None else keys.order,
-        order_of_parts,
-        input_grad_units(weight.shape[0] * tp, len(parts)) // tp,
-        gather_rows or 0,
-        provider,
-        name_of(collective),
-    )
-    return y if gather_rows is not None else unflatten_rows(y, x)
-
-
-def input_grad_units(n: int, parts: int) -> int:
-    """Units of dX of a whole N x K weight: 8, or 1 (a plain chain) where N does not divide and so cannot be
-    sharded."""
-    return 1 if n % (parts * UNITS) else UNITS
-
-
-def _checked_parts(parts: Sequence[int]) -> list[int]:
     if not parts or sorted(parts) != list(range(len(parts))):
         raise InputError(
             f"projection: parts {list(parts)} is not a permutation of 0..{max(len(parts) - 1, 0)}"
         )
-    return list(parts)
+    n = weight.shape[0] * tp
+    require("projection", legality(PROJECTION, n=n, k=weight.shape[1], tp=tp, parts=len(parts)))
+    check_collective(collective, tp, rank, UNITS)
+    if gather_rows is not None and (tp == 1 or x.dim() != 2):
+        raise CollectiveError(
+            f"projection: gather_rows needs tp above 1 and x [T, K]; got tp={tp}, {list(x.shape)}"
+        )
+    rows = flatten_rows(x)
+    call = ColumnCall(
+        keys=_checked_keys(logical_keys, rows.shape[0] if gather_rows is None else gather_rows),
+        parts=list(parts),
+        units=input_grad_units(n, len(parts)) // tp,
+        gather_rows=gather_rows or 0,
+        out_dtype=x.dtype,
+        provider=provider,
+        collective=name_of(collective),
+    )
+    y = apply_linear(call, rows, weight, bias)
+    return y if gather_rows is not None else unflatten_rows(y, x)
+
+
+def projection_group(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    provider: str = "auto",
+    logical_keys: Keys = None,
+    tp: int = 1,
+    rank: int = 0,
+    collective: Collective | None = None,
+) -> tuple[Tensor, ...]:
+    """[projection(x, w, b) for every weight], with the dX of the fused weight: one tree, one rounding.
+
+    Equals ``projection(x, cat(weights), parts=(0, 1, ...))`` bit for bit in y, dX, dW and dbias. Separate
+    ``projection`` calls agree in all but dX, which autograd then adds up from rounded parts. Weights are [N,
+    K] of one shape.
+
+    Raises what ``projection`` raises.
+    """
+    weights, biases = list(weights), [None] * len(weights) if biases is None else list(biases)
+    if not weights or len(biases) != len(weights) or len({w.shape for w in weights}) > 1:
+        shapes = [list(w.shape) for w in weights]
+        raise InputError(
+            f"projection_group: weights {shapes}, {len(biases)} biases; expected equal shapes, a bias each"
+        )
+    for weight, bias in zip(weights, biases, strict=True):
+        check_operands("projection_group", x, weight, bias)
+    parts, n = len(weights), weights[0].shape[0] * len(weights) * tp
+    require("projection_group", legality(PROJECTION, n=n, k=x.shape[-1], tp=tp, parts=parts))
+    check_collective(collective, tp, rank, UNITS)
+    rows = flatten_rows(x)
+    call = ColumnCall(
+        keys=_checked_keys(logical_keys, rows.shape[0]),
+        parts=list(range(parts)),
+        units=input_grad_units(n, parts) // tp,
+        gather_rows=0,
+        out_dtype=x.dtype,
+        provider=provider,
+        collective=name_of(collective),
+    )
+    return tuple(unflatten_rows(y, x) for y in apply_group(call, rows, weights, biases))
+
+
+def input_grad_units(n: int, parts: int) -> int:
+    """Units of dX of a whole [N, K] weight: 8, or 1 (a plain chain) where N does not divide, so cannot be
+    sharded."""
+    return 1 if n % (parts * UNITS) else UNITS
+
+
+def _checked_keys(logical_keys: Keys, rows: int) -> LogicalKeys | None:
+    keys = as_logical_keys(logical_keys)
+    if keys is not None:
+        keys.check_rows(rows)
+    return keys

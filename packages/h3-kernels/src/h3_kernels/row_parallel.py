@@ -1,13 +1,12 @@
 """``h3-parallel-v1``: the row-parallel linear, whose bytes do not depend on the tensor-parallel degree."""
 
-import torch
 from torch import Tensor
 
-from h3_kernels import autograd as _ops  # noqa: F401  # registers torch.ops.h3_kernels
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import UNITS, legality, parallel_id, parse_parallel_id
 from h3_kernels.errors import ContractError
 from h3_kernels.linear_inputs import check_operands, flatten_rows, require, unflatten_rows
+from h3_kernels.linears import RowCall, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
 
 
@@ -52,14 +51,6 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
     keys = as_logical_keys(logical_keys)
     if keys is not None:
         keys.check_rows(rows.shape[0])
-    y = torch.ops.h3_kernels.row_parallel(
-        rows,
-        weight,
-        bias,
-        None if keys is None else keys.order,
-        units // tp,
-        scatter_rows,
-        provider,
-        name_of(collective),
-    )
+    call = RowCall(keys, units // tp, scatter_rows, provider, name_of(collective))
+    y = apply_linear(call, rows, weight, bias)
     return y if scatter_rows else unflatten_rows(y, x)

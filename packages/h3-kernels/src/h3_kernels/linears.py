@@ -1,0 +1,186 @@
+"""The path of a linear whose gradients involve more than its own op: several weights of one input, or a
+session.
+
+Everything else takes the ops of autograd.py directly. Both paths run the same gradient ops, so bits agree.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from h3_kernels import autograd
+from h3_kernels.backward_session import BackwardSession, active_session
+from h3_kernels.logical_keys import LogicalKeys
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnCall:
+    """Settings of ``column_parallel``; with several weights they are the parts of one fused weight, in
+    order."""
+
+    keys: LogicalKeys | None
+    parts: list[int]
+    units: int
+    gather_rows: int
+    out_dtype: torch.dtype
+    provider: str
+    collective: str
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the op takes after x, weight and bias."""
+        order = None if self.keys is None else self.keys.order
+        rest = (self.units, self.gather_rows, self.out_dtype, self.provider, self.collective)
+        return order, self.parts, *rest
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y of one weight."""
+        return autograd.column_parallel(x, weight, bias, *self.arguments())
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y of one weight, differentiable."""
+        y: Tensor = torch.ops.h3_kernels.column_parallel(x, weight, bias, *self.arguments())
+        return y
+
+    def whole(self, x: Tensor, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """x and dys with all rows, in the dtype the products take."""
+        rows = x
+        if self.gather_rows:
+            rows = torch.ops.h3_kernels.gather_rows(x, self.gather_rows, self.collective)
+        return rows, [dy.to(x.dtype) for dy in dys]
+
+    def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
+        """dX over all weights, one tree, one rounding."""
+        dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        settings = (self.parts, self.units, bool(self.gather_rows), self.provider, self.collective)
+        dx: Tensor = torch.ops.h3_kernels.input_grad(dy, weight, *settings)
+        return dx
+
+
+@dataclass(frozen=True, slots=True)
+class RowCall:
+    """Settings of ``row_parallel``."""
+
+    keys: LogicalKeys | None
+    units: int
+    scatter_rows: bool
+    provider: str
+    collective: str
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the op takes after x, weight and bias."""
+        order = None if self.keys is None else self.keys.order
+        return order, self.units, self.scatter_rows, self.provider, self.collective
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y, or this rank's rows of it."""
+        return autograd.row_parallel(x, weight, bias, *self.arguments())
+
+    def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """y, or this rank's rows of it, differentiable."""
+        y: Tensor = torch.ops.h3_kernels.row_parallel(x, weight, bias, *self.arguments())
+        return y
+
+    def whole(self, x: Tensor, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """x and dys with all rows."""
+        if not self.scatter_rows:
+            return x, dys
+        return x, [torch.ops.h3_kernels.gather_rows(dy, x.shape[0], self.collective) for dy in dys]
+
+    def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
+        """dX: one chain over N."""
+        dx: Tensor = torch.ops.h3_kernels.input_grad(dys[0], weights[0], [0], 1, False, self.provider, "")
+        return dx
+
+
+Call = ColumnCall | RowCall
+
+
+class _Linears(torch.autograd.Function):
+    """ys = call(x, w) for every w. tensors: the weights, then as many biases (or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, session: BackwardSession | None, x: Tensor, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = _split(tensors)
+        ctx.call, ctx.session, ctx.parameters = call, session, list(zip(weights, biases, strict=True))
+        for weight, bias in ctx.parameters:
+            if session is not None and trains(weight, bias):
+                session.expect(weight, bias, call.keys, call.provider)
+        ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
+        ctx.save_for_backward(x, *weights)
+        return tuple(call.forward(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call, session = ctx.call, ctx.session
+        x, *weights = ctx.saved_tensors
+        rows, dys = call.whole(x, list(grads))
+        dx = call.input_grad(dys, weights) if ctx.needs_input_grad[2] else None
+        if session is not None:
+            for (weight, bias), dy in zip(ctx.parameters, dys, strict=True):
+                if trains(weight, bias):
+                    session.record(weight, call.keys, dy, rows)
+            return None, None, dx, *[None] * (2 * len(weights))
+        need_weights, need_biases = _split(ctx.needs_input_grad[3:])
+        order = None if call.keys is None else call.keys.order
+        ops = torch.ops.h3_kernels
+        dws = [
+            ops.weight_grad(dy, rows, order, call.provider) if need else None
+            for dy, need in zip(dys, need_weights, strict=True)
+        ]
+        dbs = [
+            ops.bias_grad(dy, order, dtype, call.provider) if need else None
+            for dy, dtype, need in zip(dys, ctx.bias_dtypes, need_biases, strict=True)
+        ]
+        return None, None, dx, *dws, *dbs
+
+
+def _split(tensors: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    half = len(tensors) // 2
+    return list(tensors[:half]), list(tensors[half:])
+
+
+def trains(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the weight or the bias wants a gradient."""
+    return weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def apply_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y of one weight: through the session if one is open and the weight trains, else through the op."""
+    session = active_session()
+    if session is not None and torch.is_grad_enabled() and trains(weight, bias):
+        (y,) = _apply_in_session(call, session, x, [weight], [bias])
+        return cast(Tensor, y)
+    # Without gradients, and with plain tensors, an eager call needs nothing of the op: half of its host time is saved.
+    if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return call.forward(x, weight, bias)
+    return call.op(x, weight, bias)
+
+
+def apply_group(
+    call: ColumnCall, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """ys of several weights of one input, whose dX is one reduction."""
+    session = active_session()
+    if session is not None and torch.is_grad_enabled():
+        return cast(tuple[Tensor, ...], _apply_in_session(call, session, x, weights, biases))
+    return _apply(call, None, x, weights, biases)
+
+
+def _apply(
+    call: Call, session: BackwardSession | None, x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+) -> tuple[Tensor, ...]:
+    ys: tuple[Tensor, ...] = _Linears.apply(call, session, x, *weights, *biases)  # type: ignore[no-untyped-call]
+    return ys
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _apply_in_session(*arguments: Any) -> tuple[Tensor, ...]:
+    """Eager even inside a compiled region: the session is a Python object that must see every call as it happens."""
+    return _apply(*arguments)
