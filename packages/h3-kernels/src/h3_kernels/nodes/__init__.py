@@ -6,7 +6,7 @@ tensors take the order written in the node's module; CUDA tensors take ``h3_kern
 bits are each invariant, not equal to each other (except ``rope_table`` and ``timestep_sinusoid``).
 """
 
-from h3_kernels.nodes._op import NodeInputError, NodeOp
+from h3_kernels.nodes._op import NodeOp
 from h3_kernels.nodes.adaln import MODALITIES, adaln_index, adaln_parts
 from h3_kernels.nodes.attention import attention
 from h3_kernels.nodes.gated_residual import gated_residual, gated_residual_norm, residual
@@ -19,7 +19,6 @@ from h3_kernels.nodes.time_embedder import silu, timestep_sinusoid
 
 __all__ = [
     "MODALITIES",
-    "NodeInputError",
     "NodeOp",
     "adaln_index",
     "adaln_parts",

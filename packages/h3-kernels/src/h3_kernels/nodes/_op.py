@@ -20,17 +20,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from h3_kernels.errors import InputError, ProviderError
+
 Outputs = Tensor | tuple[Tensor, ...]
 
 
-class NodeInputError(ValueError):
-    """A node was given a tensor of the wrong shape, dtype or device."""
-
-
 def check(condition: bool, node: str, message: str) -> None:
-    """Raise NodeInputError with ``message`` unless ``condition`` holds."""
+    """Raise InputError with ``message`` unless ``condition`` holds."""
     if not condition:
-        raise NodeInputError(f"{node}: {message}")
+        raise InputError(f"{node}: {message}")
 
 
 @functools.cache
@@ -38,7 +36,7 @@ def _launcher(module: str, entry: str) -> Callable[..., Any]:
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(f"h3_kernels.triton.{module}"), entry)
     except (ImportError, AttributeError) as error:
-        raise NodeInputError(
+        raise ProviderError(
             f"{module}: no CUDA implementation ({error}); install triton, or move the tensors to the CPU"
         ) from error
     return found

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from h3_kernels.nodes._elementary import exp
 from h3_kernels.nodes._op import NodeOp, check
+from h3_kernels.reference import tree_gemm
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
@@ -33,7 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
 
     ``q``, ``k``, ``v``: [T, heads, D] of one dtype, packed rows; ``cu_seqlens``: [documents + 1] int32, 0
     first, T last, not decreasing; ``max_seqlen``: the longest document (a host integer, so that nothing is
-    read back from the device); ``scale``: D ** -0.5. Returns [T, heads, D] contiguous. Raises NodeInputError
+    read back from the device); ``scale``: D ** -0.5. Returns [T, heads, D] contiguous. Raises InputError
     on a wrong shape or dtype.
     """
     name = "attention"
@@ -66,11 +67,9 @@ def _heads_first(x: Tensor, rows: slice) -> Tensor:
 
 
 def _fold(left: Tensor, right: Tensor) -> Tensor:
-    """left [H, M, K] times right [H, K, N]: ascending k, each product rounded, then added."""
-    total = torch.zeros(left.shape[0], left.shape[1], right.shape[2], dtype=torch.float32)
-    for k in range(left.shape[2]):
-        total = total + left[:, :, k : k + 1] * right[:, k : k + 1, :]
-    return total
+    """left [H, M, K] times right [H, K, N] -> [H, M, N]: the plain chain over ascending K, one head at a time."""
+    heads = zip(left, right.transpose(1, 2), strict=True)
+    return torch.stack([tree_gemm(a, b, units=1, out_dtype=torch.float32) for a, b in heads])
 
 
 def _fold_last(x: Tensor) -> Tensor:

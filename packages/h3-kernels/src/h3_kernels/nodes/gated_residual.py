@@ -34,7 +34,7 @@ def gated_residual(
     R).
 
     ``order`` (int64 positions of the active rows, ascending in logical order) fixes dgate's summation order.
-    Raises NodeInputError on a wrong shape or dtype.
+    Raises InputError on a wrong shape or dtype.
     """
     _check_pair("gated_residual", x, branch)
     check_table("gated_residual", x, index, gate)

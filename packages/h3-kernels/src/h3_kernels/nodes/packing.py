@@ -16,7 +16,7 @@ def scatter_rows(length: int, dtype: torch.dtype, *parts: tuple[Tensor, Tensor])
     """Return [length, H] of ``dtype`` holding each part's rows at its positions.
 
     ``parts``: (rows [n, H] of any float dtype, rounded once to ``dtype``; positions [n] int64), one per
-    modality. Positions must not repeat across parts. Differentiable in the rows. Raises NodeInputError on a
+    modality. Positions must not repeat across parts. Differentiable in the rows. Raises InputError on a
     length mismatch.
     """
     check(bool(parts), "scatter_rows", "needs at least one part")

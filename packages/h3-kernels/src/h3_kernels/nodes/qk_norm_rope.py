@@ -39,7 +39,7 @@ def qk_norm_rope(
     ``q``, ``k``: [T, heads, D] (any row and head stride, D contiguous); weights: [D]; ``table``: [T, 2h]
     holding [cos | sin], or None for no rotation. Returns (q, k), each [T, heads, D] contiguous, in q's dtype.
     ``order`` (int64 positions of the active rows, ascending in logical order) fixes the weights' gradient.
-    Raises NodeInputError on a wrong shape.
+    Raises InputError on a wrong shape.
     """
     name = "qk_norm_rope"
     right = q.dim() == 3 and q.shape == k.shape

@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, order: Tensor | None = No
     """RMSNorm over the last axis. ``x``: [T, W], ``weight``: [W]; returns x's dtype.
 
     ``order`` (int64 positions of the active rows, ascending in logical order) fixes dweight's summation
-    order. Raises NodeInputError on a wrong shape or dtype.
+    order. Raises InputError on a wrong shape or dtype.
     """
     _check_norm("rms_norm", x, weight)
     return RMS_NORM(x, weight, order, eps=eps)  # type: ignore[no-any-return]
@@ -48,7 +48,7 @@ def rms_norm_modulate(
 
     ``x``: [T, W]; ``weight``: [W]; ``shift``, ``scale``: [R, W] (rows may be strided, columns contiguous);
     ``index``: [T] int64 in [0, R). Returns [T, W] in x's dtype. ``order`` as in :func:`rms_norm`; it also
-    fixes dshift and dscale. Raises NodeInputError on a wrong shape or dtype.
+    fixes dshift and dscale. Raises InputError on a wrong shape or dtype.
     """
     _check_norm("rms_norm_modulate", x, weight)
     check_table("rms_norm_modulate", x, index, shift, scale)

@@ -29,7 +29,7 @@ def rope_table(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype = torch.b
     """Return [T, 2 * 3 * F]: cos of the t, h and w angles, then their sines.
 
     ``positions``: [T, 3] of any float or int dtype (float64 grids are rounded to float32 first, as the
-    engines do); ``inv_freq``: [F] float32. Raises NodeInputError on a wrong shape or dtype.
+    engines do); ``inv_freq``: [F] float32. Raises InputError on a wrong shape or dtype.
     """
     right = positions.dim() == 2 and positions.shape[1] == 3
     check(right, "rope_table", f"positions must be [rows, 3] (t, h, w), got {list(positions.shape)}")

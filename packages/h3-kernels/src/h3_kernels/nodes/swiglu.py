@@ -16,7 +16,7 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """``silu(gate) * value``. Both [T, F] of one dtype (column blocks of one fc1 output may be passed as
     views).
 
-    Returns [T, F] contiguous in that dtype. Raises NodeInputError on a mismatch.
+    Returns [T, F] contiguous in that dtype. Raises InputError on a mismatch.
     """
     same = gate.dim() == 2 and gate.shape == value.shape and gate.dtype == value.dtype
     check(

@@ -24,7 +24,7 @@ from h3_kernels.nodes._op import NodeOp, check
 def timestep_sinusoid(timesteps: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
     """Return [M, width] float32: cosines, then sines. ``timesteps``: [M] in [0, 1], unscaled; ``width`` even.
 
-    Raises NodeInputError on a wrong shape or an odd width.
+    Raises InputError on a wrong shape or an odd width.
     """
     check(timesteps.dim() == 1, "timestep_sinusoid", f"timesteps must be [M], got {list(timesteps.shape)}")
     check(width % 2 == 0, "timestep_sinusoid", f"width must be even, got {width}")

@@ -1,0 +1,197 @@
+"""One forward's packed rows, as both engines describe them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3_kernels.errors import InputError
+from h3_kernels.logical_keys import LogicalKeys
+
+_INT64 = ("video_positions", "audio_positions", "text_positions", "tags", "timestep_index")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedInputs:
+    """T packed rows of one or more documents, and the embeddings' sources.
+
+    ``video`` [Nv, channels * patch] and ``audio`` [Na, channels]: latent rows, condition rows included;
+    ``text`` [Nt, text_dim]. ``*_positions`` [N*] int64: the packed row of each of them. ``positions`` [T, 3]:
+    (t, h, w). ``tags`` [T] int64: 0 video, 1 text, 2 audio, -1 padding. ``timesteps`` [M] in [0, 1] and
+    ``timestep_index`` [T] int64: the row's noise level. ``cu_seqlens`` int32 [documents + 1] over the packed
+    rows, ``text_cu_seqlens`` over the text rows (the token refiner's documents); ``max_seqlen`` and
+    ``text_max_seqlen`` their longest, host integers. ``keys``: logical keys of the packed rows, or None.
+    """
+
+    video: Tensor
+    audio: Tensor
+    text: Tensor
+    video_positions: Tensor
+    audio_positions: Tensor
+    text_positions: Tensor
+    positions: Tensor
+    tags: Tensor
+    timesteps: Tensor
+    timestep_index: Tensor
+    cu_seqlens: Tensor
+    text_cu_seqlens: Tensor
+    max_seqlen: int
+    text_max_seqlen: int
+    keys: LogicalKeys | None = None
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        for name in _INT64:
+            if getattr(self, name).dtype != torch.int64:
+                raise InputError(f"{name} is {getattr(self, name).dtype}; expected int64")
+        for name in ("tags", "timestep_index"):
+            if tuple(getattr(self, name).shape) != (rows,):
+                raise InputError(
+                    f"{name} is {list(getattr(self, name).shape)}; expected [{rows}], one per packed row"
+                )
+        for name in ("video", "audio", "text"):
+            source, places = getattr(self, name), getattr(self, f"{name}_positions")
+            if source.dim() != 2 or places.shape != source.shape[:1]:
+                raise InputError(
+                    f"{name} {list(source.shape)} does not fit its positions {list(places.shape)}"
+                )
+        if self.keys is not None:
+            self.keys.check_rows(rows)
+
+    @property
+    def rows(self) -> int:
+        """T, padding included."""
+        return self.positions.shape[0]
+
+    def row_keys(self, rows: str) -> LogicalKeys | None:
+        """Keys of the ``packed``, ``video``, ``audio`` or ``text`` rows; None without keys and for ``time``
+        rows.
+        """
+        if self.keys is None or rows == "time":
+            return None
+        if rows == "packed":
+            return self.keys
+        return LogicalKeys(self.keys.keys.index_select(0, getattr(self, f"{rows}_positions")))
+
+    def canonical(self) -> PackedInputs:
+        """The same rows in ascending key order inside each document, padding last: what attention then folds
+        over.
+
+        Outputs are selected by position, so they keep the order of ``video`` and ``audio``. Two packings that
+        differ by a permutation of rows inside documents become one. Without keys, returns self.
+        """
+        if self.keys is None:
+            return self
+        order = _document_order(self.keys.keys, self.cu_seqlens)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(self.rows, device=order.device)
+        text_places = place[self.text_positions]
+        text_order = _document_order(text_places.unsqueeze(1), self.text_cu_seqlens)
+        return replace(
+            self,
+            text=self.text[text_order],
+            text_positions=text_places[text_order],
+            video_positions=place[self.video_positions],
+            audio_positions=place[self.audio_positions],
+            positions=self.positions[order],
+            tags=self.tags[order],
+            timestep_index=self.timestep_index[order],
+            keys=LogicalKeys(self.keys.keys[order]),
+        )
+
+
+def _document_order(keys: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Permutation that sorts rows by (document, padding last, key columns)."""
+    rows = torch.arange(keys.shape[0], device=keys.device)
+    document = torch.bucketize(rows, cu_seqlens[1:].to(torch.int64), right=True)
+    order = rows
+    for column in (*reversed(keys.unbind(1)), (keys[:, 0] < 0).to(torch.int64), document):
+        order = order[torch.argsort(column[order], stable=True)]
+    return order
+
+
+def diffusers_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> PackedInputs:
+    """From the keyword arguments of Diffusers' ``MiniMaxH3Transformer3DModel.forward``.
+
+    The batch axis replicates one layout, so item b becomes document b. ``keys``: of the B * S packed rows.
+    Raises InputError on shapes that do not fit.
+    """
+    positions: Tensor = kwargs["position_ids"]
+    batch, length = kwargs["hidden_states"].shape[0], positions.shape[0]
+    texts = kwargs["text_indices"].shape[0]
+
+    def places(name: str) -> Tensor:
+        starts = torch.arange(batch, device=positions.device) * length
+        indices: Tensor = kwargs[f"{name}_indices"]
+        return torch.add(starts[:, None], indices[None]).flatten()
+
+    def bounds(count: int) -> Tensor:
+        return torch.arange(batch + 1, device=positions.device, dtype=torch.int32) * count
+
+    return PackedInputs(
+        video=kwargs["hidden_states"].flatten(0, 1),
+        audio=kwargs["audio_hidden_states"].flatten(0, 1),
+        text=kwargs["encoder_hidden_states"].flatten(0, 1),
+        video_positions=places("video"),
+        audio_positions=places("audio"),
+        text_positions=places("text"),
+        positions=positions.repeat(batch, 1),
+        tags=kwargs["token_tags"].repeat(batch),
+        timesteps=kwargs["timestep"],
+        timestep_index=kwargs["timestep_indices"].repeat(batch),
+        cu_seqlens=bounds(length),
+        text_cu_seqlens=bounds(texts),
+        max_seqlen=length,
+        text_max_seqlen=texts,
+        keys=keys,
+    )
+
+
+def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> PackedInputs:
+    """From the keyword arguments of vLLM-Omni's ``MiniMaxH3DiTModel.forward``.
+
+    Latent rows lie inside packed ``x`` [1, T, C] and ``audio_x``; ``cu_seqlens_q`` gives documents, alignment
+    padding being one of them. Masks (``update_mask``) stay with the caller: velocities of condition rows are
+    returned. Raises InputError on shapes that do not fit.
+    """
+    x, audio_x = kwargs["x"], kwargs["audio_x"]
+    device = x.device
+
+    def places(name: str) -> Tensor:
+        info = kwargs[name]
+        ids: Tensor = info["position_ids"] if isinstance(info, Mapping) else info.position_ids
+        return ids.view(-1).to(device=device, dtype=torch.int64)
+
+    def documents(name: str) -> tuple[Tensor, int]:
+        info = kwargs[name]
+        read = info.__getitem__ if isinstance(info, Mapping) else lambda field: getattr(info, field)
+        return read("cu_seqlens_q").to(device=device, dtype=torch.int32), int(read("max_seqlen_q"))
+
+    video, audio, text = (places(f"{name}_pos_info") for name in ("img", "audio", "text"))
+    cu_seqlens, max_seqlen = documents("packed_seq_params")
+    text_cu_seqlens, text_max_seqlen = documents("refiner_packed_seq_params")
+    rows = x.shape[1]
+    # The engine states the longest request; alignment padding is a document too, at most the rest of the
+    # rows.
+    longest = max(max_seqlen, rows - max_seqlen) if cu_seqlens.shape[0] > 2 else rows
+    return PackedInputs(
+        video=x.flatten(0, 1).index_select(0, video),
+        audio=audio_x.flatten(0, 1).index_select(0, audio),
+        text=kwargs["prompt_embeds"].to(device)[: text.shape[0]],
+        video_positions=video,
+        audio_positions=audio,
+        text_positions=text,
+        positions=kwargs["img_position_ids"][0].to(device),
+        tags=kwargs["token_tags"].view(-1).to(device=device, dtype=torch.int64),
+        timesteps=kwargs["unique_timesteps"].view(-1).to(device),
+        timestep_index=kwargs["inverse_indices"].view(-1).to(device=device, dtype=torch.int64),
+        cu_seqlens=cu_seqlens,
+        text_cu_seqlens=text_cu_seqlens,
+        max_seqlen=min(longest, rows),
+        text_max_seqlen=text_max_seqlen,
+        keys=keys,
+    )
