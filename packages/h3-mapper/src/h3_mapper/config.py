@@ -30,6 +30,9 @@ NATIVE_KEYS = {
 DERIVED_NATIVE_KEYS = {"adaln_out_features": "adaln_dim", "final_adaln_out_features": "final_adaln_dim"}
 """Native keys that Diffusers derives itself -> the H3Config property that gives their value."""
 
+_MOST = {"num_layers": 4096, "num_refiner_layers": 4096, "num_attention_heads": 4096, "rope_freq_dim": 4096}
+"""Bounds on what plans iterate over, so a hostile config.json cannot exhaust memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class H3Config:
@@ -170,8 +173,8 @@ def _typed(name: str, value: Any) -> Any:
         if isinstance(value, int | float) and not isinstance(value, bool) and 1 < value < math.inf:
             return float(value)
         raise ConfigError(f"config.json: rope_theta is {value!r}; expected a number above 1")
-    if not _positive(value):
-        raise ConfigError(f"config.json: {name} is {value!r}; expected a positive integer")
+    if not _positive(value) or value > _MOST.get(name, value):
+        raise ConfigError(f"config.json: {name} is {value!r}; expected a positive integer of sane size")
     return value
 
 

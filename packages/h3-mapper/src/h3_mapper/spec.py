@@ -173,6 +173,6 @@ class Plan:
 
         Raises PlanError if the blocks do not cover every source row exactly once.
         """
-        from h3_mapper.proof import invert  # noqa: PLC0415 - spec is the vocabulary, proof the arithmetic
+        from h3_mapper.proof import invert
 
         return invert(self)

@@ -1,0 +1,196 @@
+"""Names, shapes and dtypes -> layout and configuration, or a refusal. Works on files and on state dicts.
+
+Everything is set algebra against the table's own names: nothing unknown is skipped, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+
+from h3_mapper.config import H3Config
+from h3_mapper.errors import (
+    AmbiguousLayoutError,
+    DerivedTensorError,
+    DtypeError,
+    IncompleteGroupError,
+    LayoutError,
+    LayoutMismatchError,
+    MissingTensorError,
+    MixedLayoutsError,
+    PrunedVariantError,
+    QuantisedVariantError,
+    ShapeError,
+    UnknownNameError,
+    listed,
+)
+from h3_mapper.plan import derived, spans, tensors
+from h3_mapper.spec import Layout
+from h3_mapper.table import TABLE
+
+Seen = Mapping[str, tuple[tuple[int, ...], str]]
+"""Tensor name -> (shape, safetensors dtype name)."""
+
+PRUNED_MARKS = ("adaln_t_table", "time_embedder.table", "adaln_basis", "adaln_mean", "folded_bias")
+"""Ends of names that only pruned H3 checkpoints have (ComfyUI's and the vLLM fork's)."""
+
+QUANTISED_MARKS = (
+    *("weight_scale", "weight_scale_inv", "input_scale", "comfy_quant", "scale_weight", "scaled_fp8"),
+    *("absmax", "quant_map", "quant_state.bitsandbytes__nf4", "qweight", "qzeros", "scales", "g_idx"),
+    *("weight_packed", "weight_zero_point", "SCB"),
+)
+"""Last name segments that only quantised checkpoints have."""
+
+QUANTISED_DTYPES = re.compile(r"F4|F6_.*|F8_.*|I8|U8|I16|U16|I32|U32")
+
+UNDECLARED = (
+    "{where}: native names with no stated row order. `release` (MiniMax's own files: qkv_proj rows per head, q k v "
+    "q k v ...) and `module` (a loaded model's state dict, Comfy-style files: all q, then all k, then all v) have "
+    "equal names and shapes, and the wrong one scrambles every attention. Say which: --from release or --from module"
+)
+
+
+@cache
+def _templates(layout: Layout) -> frozenset[str]:
+    """Names with the block number as `{n}`."""
+    return frozenset(
+        section.prefix(layout) + slot.name
+        for section in TABLE
+        for rule in section.rules
+        for slot in rule.slots(layout)
+    )
+
+
+def _template(name: str) -> str:
+    """`blocks.7.norm1.weight` -> `blocks.{n}.norm1.weight`; `007` is no block number."""
+    return re.sub(r"(?<=blocks\.)(0|[1-9][0-9]{0,5})(?=\.)", "{n}", name, count=1)
+
+
+def layout_of(
+    seen: Seen, declared: Collection[str] = (), stated: Layout | None = None, where: str = "checkpoint"
+) -> Layout:
+    """The layout of these tensors: names tell Diffusers from native, a statement tells release from module.
+
+    declared: layouts found in file metadata; stated: what the caller says. Raises a LayoutError kind or
+    UnknownNameError; AmbiguousLayoutError if the names are native and nobody says which.
+    """
+    refuse_variants(seen, where)
+    by_names = _names_layout(seen, where)
+    claims = {_layout(text, where) for text in declared}
+    if len(claims) > 1:
+        raise MixedLayoutsError(f"{where}: files declare different layouts: {listed(claims)}")
+    for claim, origin in [(next(iter(claims), None), "metadata"), (stated, "caller")]:
+        if claim is not None and claim.native != by_names.native:
+            kind = "native" if by_names.native else "Diffusers"
+            raise LayoutMismatchError(f"{where}: the names are {kind} but the {origin} says {claim}")
+    if stated and claims and stated not in claims:
+        raise LayoutMismatchError(f"{where}: its metadata says {listed(claims)} but the caller says {stated}")
+    layout = stated or next(iter(claims), None)
+    if layout is None and by_names.native:
+        raise AmbiguousLayoutError(UNDECLARED.format(where=where))
+    return layout or by_names
+
+
+def _layout(text: str, where: str) -> Layout:
+    try:
+        return Layout(text)
+    except ValueError:
+        raise LayoutError(f"{where}: metadata declares layout {text!r}; known are {listed(Layout)}") from None
+
+
+def _names_layout(seen: Seen, where: str) -> Layout:
+    """DIFFUSERS or MODULE (standing for any native layout), from names alone."""
+    native, diffusers = _templates(Layout.MODULE), _templates(Layout.DIFFUSERS)
+    only_native, only_diffusers = native - diffusers, diffusers - native
+    forms = {name: _template(name) for name in seen}
+    as_native = {name for name, form in forms.items() if form in only_native}
+    as_diffusers = {name for name, form in forms.items() if form in only_diffusers}
+    if as_native and as_diffusers:
+        raise MixedLayoutsError(
+            f"{where}: {len(as_native)} native names ({listed(as_native, 2)}) beside {len(as_diffusers)} Diffusers "
+            f"names ({listed(as_diffusers, 2)}); a checkpoint has one layout"
+        )
+    if unknown := {name for name, form in forms.items() if form not in native | diffusers}:
+        raise UnknownNameError(_unknown(unknown, native | diffusers, where))
+    if not as_native and not as_diffusers:
+        raise MissingTensorError(f"{where}: no H3 transformer tensor among {len(seen)} tensors")
+    return Layout.MODULE if as_native else Layout.DIFFUSERS
+
+
+def _unknown(names: set[str], known: Iterable[str], where: str) -> str:
+    first = min(names)
+    near = difflib.get_close_matches(_template(first), known, n=1, cutoff=0.6)
+    hint = f"; nearest known name: {near[0]}" if near else ""
+    return f"{where}: {len(names)} names are no H3 tensor's: {listed(names)}{hint}"
+
+
+def refuse_variants(seen: Seen, where: str = "checkpoint") -> None:
+    """Raise PrunedVariantError or QuantisedVariantError if these tensors are not the full bf16/fp32 model."""
+    narrow = {
+        name: shape[1]
+        for name, (shape, _) in seen.items()
+        if name.endswith("adaln_proj.linear.weight") and len(shape) == 2 and 16 * shape[1] <= shape[0] // 18
+    }
+    timed = any(name.startswith("time_embedder.") for name in seen)
+    marks = [name for name in seen if name.endswith(PRUNED_MARKS)]
+    if marks or (narrow and not timed):
+        width = next(iter(narrow.values()), "absent")
+        raise PrunedVariantError(
+            f"{where}: a pruned H3 (AdaLN input width {width}, {listed(marks) or 'no time_embedder'}); "
+            f"expected the full model (width time_embed_dim, {H3Config().time_embed_dim} as released)"
+        )
+    scales = [name for name in seen if name.rpartition(".")[2] in QUANTISED_MARKS]
+    packed = [name for name, (_, dtype) in seen.items() if QUANTISED_DTYPES.fullmatch(dtype)]
+    if scales or packed:
+        raise QuantisedVariantError(
+            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); convert the BF16 checkpoint instead"
+        )
+
+
+def check(seen: Seen, config: H3Config, layout: Layout, where: str = "checkpoint") -> None:
+    """Every tensor of the layout is there, nothing else is, and shapes and dtypes are exactly the model's.
+
+    A `module` checkpoint may lack derived tensors (rope.inv_freq): files made from parameters do.
+    """
+    expected = {spec.name: spec for spec in tensors(config, layout)}
+    optional = set(derived(config, layout)) if layout is Layout.MODULE else set()
+    if extra := seen.keys() - expected.keys():
+        raise UnknownNameError(
+            f"{where}: config.json ({config.num_layers} blocks, {config.num_refiner_layers} refiner blocks) has no "
+            f"place for {listed(extra)}"
+        )
+    if missing := expected.keys() - seen.keys() - optional:
+        _refuse_missing(missing, seen, config, layout, where)
+    for name, (shape, dtype) in seen.items():
+        spec = expected[name]
+        if shape != spec.shape:
+            raise ShapeError(f"{where}: {name} has shape {list(shape)}; config.json gives {list(spec.shape)}")
+        if dtype != spec.dtype:
+            raise DtypeError(
+                f"{where}: {name} is {dtype}; H3 keeps it in {spec.dtype} and nothing is ever cast"
+            )
+
+
+def _refuse_missing(missing: set[str], seen: Seen, config: H3Config, layout: Layout, where: str) -> None:
+    fused: dict[str, set[str]] = {}
+    for name, held in spans(replace(config, num_attention_heads=1), layout).items():
+        fused.setdefault(held[0].atom.partition("[")[0], set()).add(name)
+    for module, names in fused.items():
+        if names & missing and names & seen.keys():
+            raise IncompleteGroupError(
+                f"{where}: {module} needs {listed(names)}; absent: {listed(names & missing)}"
+            )
+    raise MissingTensorError(f"{where}: {len(missing)} tensors are absent: {listed(missing)}")
+
+
+def check_derived(name: str, data: bytes, expected: bytes, where: str = "checkpoint") -> None:
+    """Raise DerivedTensorError unless a stored derived tensor has the bits its formula gives."""
+    if data != expected:
+        at = next((i for i in range(0, len(expected), 4) if data[i : i + 4] != expected[i : i + 4]), 0)
+        raise DerivedTensorError(
+            f"{where}: {name}[{at // 4}] holds {data[at : at + 4].hex()}, and 1/theta**(2i/2n) in fp32 is "
+            f"{expected[at : at + 4].hex()}; other layouts recompute it, so converting would change it"
+        )

@@ -1,0 +1,61 @@
+"""Component on disk -> its layout and configuration, checked tensor by tensor. Headers only, plus rope.inv_freq."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from h3_mapper.check import Seen, check, check_derived, layout_of
+from h3_mapper.config import H3Config
+from h3_mapper.errors import MixedLayoutsError
+from h3_mapper.infer import infer_config
+from h3_mapper.pieces import opened
+from h3_mapper.plan import derived
+from h3_mapper.source import LAYOUT_KEY, Component, open_source
+from h3_mapper.spec import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """A component that passed every check."""
+
+    component: Component
+    layout: Layout
+    config: H3Config
+
+
+def seen(component: Component) -> Seen:
+    """The component's tensors as `check` wants them."""
+    return {name: (entry.shape, entry.dtype) for name, (_, entry) in component.tensors.items()}
+
+
+def configuration(component: Component, layout: Layout) -> H3Config:
+    """From config.json, or from shapes where there is none; gates as the names say."""
+    tensors, where = seen(component), str(component.path)
+    if component.config is not None:
+        config = H3Config.from_mapping(component.config)
+    else:
+        config = infer_config(tensors, layout, where)
+    return config.with_gates(any(name.endswith("to_gate_compress.weight") for name in tensors))
+
+
+def identified(component: Component, stated: Layout | None = None) -> Identified:
+    """Layout, configuration and every check. Raises the MapperError kind that says what is wrong."""
+    tensors, where = seen(component), str(component.path)
+    if component.declared and not all(LAYOUT_KEY in header.metadata for header in component.headers):
+        raise MixedLayoutsError(
+            f"{where}: some shards declare a layout and some do not; they are not one checkpoint"
+        )
+    layout = layout_of(tensors, component.declared, stated, where)
+    config = configuration(component, layout)
+    check(tensors, config, layout, where)
+    with opened(component) as files:
+        for name, expected in derived(config, layout).items():
+            if name in tensors:
+                check_derived(name, files.read(name), expected, where)
+    return Identified(component, layout, config)
+
+
+def identified_all(path: Path, stated: Layout | None = None) -> dict[str, Identified]:
+    """Every component under `path`, by relative folder."""
+    return {name: identified(component, stated) for name, component in open_source(path).items()}

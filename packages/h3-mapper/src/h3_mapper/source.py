@@ -1,0 +1,190 @@
+"""PATH -> what it is: a folder with an index, a file, a hub snapshot, or a root of partitions.
+
+A component is one transformer: its shards' headers, its config.json and what it declares about its layout.
+The index decides which shards are read; a folder is never globbed past it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from h3_mapper.errors import (
+    ConfigError,
+    DuplicateTensorError,
+    FileFormatError,
+    IndexFileError,
+    MissingShardError,
+    SourceError,
+    StrayTensorError,
+    UnsafePathError,
+    listed,
+)
+from h3_mapper.safetensors_io import Entry, Header, parse_json, read_header
+
+PARTITIONS = ("transformer", "transformer_ref", "FL2VA/transformer", "Ref2VA/transformer")
+"""Where a root keeps its transformers: Diffusers repositories, then the release's."""
+
+SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+MAX_JSON = 16 * 1024 * 1024
+LAYOUT_KEY = "h3.layout"
+"""safetensors metadata key that states the layout of a file we wrote."""
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One transformer on disk. `config` is None when there is no config.json."""
+
+    path: Path
+    headers: tuple[Header, ...]
+    config: Mapping[str, Any] | None
+    tensors: Mapping[str, tuple[Header, Entry]] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data."""
+        return sum(entry.end - entry.begin for _, entry in self.tensors.values())
+
+    @property
+    def declared(self) -> frozenset[str]:
+        """The layouts its files' metadata state."""
+        return frozenset(h.metadata[LAYOUT_KEY] for h in self.headers if LAYOUT_KEY in h.metadata)
+
+
+def open_source(path: Path) -> dict[str, Component]:
+    """Components under `path` by their relative folder (`""` for `path` itself), headers read and checked.
+
+    Raises SourceError or FileFormatError and their narrower kinds; nothing but headers is read.
+    """
+    if path.is_file():
+        return {"": _component(path.parent, _shards_of_file(path))}
+    if not path.is_dir():
+        raise SourceError(f"{path}: no such file or folder")
+    found = [name for name in PARTITIONS if (path / name).is_dir() and _has_weights(path / name)]
+    families = {"/" in name for name in found}
+    if len(families) > 1:
+        raise SourceError(
+            f"{path}: holds both kinds of partition ({listed(found)}); point at the one you want"
+        )
+    if found:
+        return {name: _component(path / name, _shards_of_folder(path / name)) for name in found}
+    return {"": _component(path, _shards_of_folder(path))}
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shards:
+    """Shard file names in one folder, and what the index says each holds (None without an index)."""
+
+    names: tuple[str, ...]
+    weight_map: Mapping[str, str] | None = None
+
+
+def _shards_of_file(path: Path) -> _Shards:
+    if path.name.endswith(".safetensors.index.json"):
+        return _indexed(path)
+    if path.suffix == ".gguf":
+        raise FileFormatError(f"{path}: this is a GGUF file; h3-mapper reads safetensors")
+    if path.suffix != ".safetensors":
+        raise SourceError(f"{path}: not a .safetensors file, an index or a folder")
+    return _shards_of_folder(path.parent) if SHARD.fullmatch(path.name) else _Shards((path.name,))
+
+
+def _shards_of_folder(folder: Path) -> _Shards:
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indexes) > 1:
+        raise IndexFileError(
+            f"{folder}: two indexes ({listed(i.name for i in indexes)}); point at one of them"
+        )
+    if indexes:
+        return _indexed(indexes[0])
+    names = sorted(p.name for p in folder.glob("*.safetensors"))
+    if not names:
+        raise SourceError(f"{folder}: no safetensors file, index or transformer/ folder here")
+    if len(names) == 1 and not SHARD.fullmatch(names[0]):
+        return _Shards((names[0],))
+    return _Shards(_family(folder, names))
+
+
+def _family(folder: Path, names: list[str]) -> tuple[str, ...]:
+    """Without an index, only one complete -of-N family is unambiguous."""
+    matches = [SHARD.fullmatch(name) for name in names]
+    families = {(m["stem"], m["count"]) if m else (name, "") for m, name in zip(matches, names, strict=True)}
+    if len(families) > 1:
+        raise SourceError(f"{folder}: no index and several sets of weights ({listed(names)}); point at one")
+    stem, count = next(iter(families))
+    expected = {f"{stem}-{number:05d}-of-{count}.safetensors" for number in range(1, int(count) + 1)}
+    if expected != set(names):
+        raise MissingShardError(
+            f"{folder}: no index and not all of {count} shards: absent or misnumbered {listed(expected ^ set(names))}"
+        )
+    return tuple(names)
+
+
+def _indexed(index: Path) -> _Shards:
+    """The shards an index names. Names are checked before any is opened."""
+    parsed = read_json(index)
+    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise IndexFileError(f"{index}: weight_map must be an object of tensor name -> shard file")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard:
+            raise IndexFileError(f"{index}: weight_map[{tensor!r}] is {shard!r}, not a file name")
+        if PurePosixPath(shard).name != shard or shard in (".", "..") or "\\" in shard or "\0" in shard:
+            raise UnsafePathError(
+                f"{index}: weight_map[{tensor!r}] is {shard!r}; shards must lie in the folder itself"
+            )
+    names = tuple(sorted(set(weight_map.values())))
+    absent = [name for name in names if not (index.parent / name).is_file()]
+    if absent:
+        raise MissingShardError(f"{index}: shards are absent: {listed(absent)}")
+    return _Shards(names, weight_map)
+
+
+def _component(folder: Path, shards: _Shards) -> Component:
+    headers = tuple(read_header(folder / name) for name in shards.names)
+    tensors: dict[str, tuple[Header, Entry]] = {}
+    for header in headers:
+        for name, entry in header.entries.items():
+            if name in tensors:
+                raise DuplicateTensorError(
+                    f"{folder}: {name!r} is in two shards, {tensors[name][0].path.name} and {header.path.name}"
+                )
+            tensors[name] = (header, entry)
+    if shards.weight_map is not None:
+        _check_index(folder, shards.weight_map, tensors)
+    return Component(folder, headers, _read_config(folder), tensors)
+
+
+def _check_index(
+    folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, tuple[Header, Entry]]
+) -> None:
+    held = {name: header.path.name for name, (header, _) in tensors.items()}
+    differing = {name for name, shard in weight_map.items() if held.get(name) != shard}
+    if differing:
+        raise StrayTensorError(f"{folder}: not in the shard the index names: {listed(differing)}")
+    if stray := held.keys() - weight_map.keys():
+        raise StrayTensorError(f"{folder}: in a shard and not in the index: {listed(stray)}")
+
+
+def _read_config(folder: Path) -> Mapping[str, Any] | None:
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    parsed = read_json(path)
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return parsed
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of at most 16 MiB, without duplicate keys. Raises FileFormatError or its kinds."""
+    if path.stat().st_size > MAX_JSON:
+        raise FileFormatError(f"{path}: over {MAX_JSON} bytes; not what it is named")
+    return parse_json(path.read_bytes(), path)

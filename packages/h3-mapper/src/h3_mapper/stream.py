@@ -1,0 +1,165 @@
+"""Byte ranges in, digests and byte ranges out: the one loop that moves tensor data.
+
+A job is one output tensor: pieces of source files, in order, tagged with the atom they belong to. Each
+worker owns one 1 MiB buffer, so memory does not depend on the checkpoint. All calls in the loop (preadv,
+pwrite, hashing) release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from h3_mapper.digest import Digest, Hasher
+from h3_mapper.errors import TruncatedFileError
+
+CHUNK = 1 << 20
+"""Bytes. Measured on ext4 with a 2-core VM: 256 KiB to 1 MiB copy at `cp` speed, 2 MiB and more at half."""
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all) from worker threads, one call at a time."""
+
+
+class Piece(NamedTuple):
+    """`length` bytes at `offset` of the open file `fd`, rows of `atom` (None: not digested)."""
+
+    fd: int
+    offset: int
+    length: int
+    atom: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One tensor: the concatenation of `pieces`, written at `offset` of `out` (None: only digested)."""
+
+    pieces: tuple[Piece, ...]
+    out: int | None = None
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes the job moves."""
+        return sum(piece.length for piece in self.pieces)
+
+
+def run(
+    lanes: Iterable[Iterable[Job]],
+    digest: Digest,
+    threads: int,
+    progress: Progress | None = None,
+    finished: Callable[[int], None] | None = None,
+) -> dict[str, str]:
+    """Run every job and return atom -> digest. An atom must lie in one job, its rows ascending.
+
+    A lane is one output file's jobs in file order: workers prefer different lanes, because writes to one
+    file exclude each other. `finished(lane)` is called once a lane's last job is done (to fsync it).
+    Raises TruncatedFileError if a source shrinks under us, OSError from the system; other workers then stop.
+    """
+    work = _Work([deque(lane) for lane in lanes], progress, finished)
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="h3-mapper") as pool:
+        futures = [pool.submit(_worker, work, digest) for _ in range(threads)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:  # includes KeyboardInterrupt: stop the other workers, then pass it on
+            work.stop.set()
+            raise
+    return work.digests
+
+
+class _Work:
+    """The shared state of one run: jobs left, workers per lane, digests, progress."""
+
+    def __init__(
+        self, lanes: list[deque[Job]], progress: Progress | None, finished: Callable[[int], None] | None
+    ):
+        self.lanes, self.progress, self.finished = lanes, progress, finished
+        self.total = sum(job.nbytes for lane in lanes for job in lane)
+        self.done = 0
+        self.active = [0] * len(lanes)
+        self.digests: dict[str, str] = {}
+        self.stop = threading.Event()
+        self.lock = threading.Lock()
+
+    def jobs(self) -> Iterator[Job]:
+        """Jobs for one worker, from the lane with the fewest workers on it."""
+        while not self.stop.is_set():
+            with self.lock:
+                left = [n for n, lane in enumerate(self.lanes) if lane]
+                if not left:
+                    return
+                lane = min(left, key=lambda n: (self.active[n], n))
+                job = self.lanes[lane].popleft()
+                self.active[lane] += 1
+            yield job
+            with self.lock:
+                self.active[lane] -= 1
+                over = not self.lanes[lane] and not self.active[lane]
+            if over and self.finished:
+                self.finished(lane)
+
+    def add(self, count: int) -> None:
+        with self.lock:
+            self.done += count
+            if self.progress:
+                self.progress(self.done, self.total)
+
+
+def _worker(work: _Work, digest: Digest) -> None:
+    buffer = memoryview(bytearray(CHUNK))
+    try:
+        for job in work.jobs():
+            hashers: dict[str, Hasher] = {}
+            offset = job.offset
+            for count, parts in _chunks(job, buffer):
+                if work.stop.is_set():
+                    return
+                for atom, view in parts:
+                    hasher = hashers.get(atom) or hashers.setdefault(atom, digest.hasher())
+                    hasher.update(view)
+                if job.out is not None:
+                    _write(job.out, buffer[:count], offset)
+                offset += count
+                work.add(count)
+            work.digests.update({atom: hasher.hexdigest() for atom, hasher in hashers.items()})
+    except BaseException:
+        work.stop.set()
+        raise
+
+
+def _chunks(job: Job, buffer: memoryview) -> Iterator[tuple[int, list[tuple[str, memoryview]]]]:
+    """Fill the buffer from the pieces; yield (bytes in it, [(atom, its part of the buffer)])."""
+    filled, parts = 0, list[tuple[str, memoryview]]()
+    for piece in job.pieces:
+        offset, left = piece.offset, piece.length
+        while left:
+            view = buffer[filled : filled + min(left, CHUNK - filled)]
+            _read(piece.fd, view, offset)
+            if piece.atom is not None:
+                parts.append((piece.atom, view))
+            filled, offset, left = filled + len(view), offset + len(view), left - len(view)
+            if filled == CHUNK:
+                yield filled, parts
+                filled, parts = 0, []
+    if filled:
+        yield filled, parts
+
+
+def _read(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise TruncatedFileError(f"a source file ended at byte {offset}; was it changed during the run?")
+        view, offset = view[count:], offset + count
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    while len(view):
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count

@@ -1,0 +1,111 @@
+"""Are two checkpoints the same weights, whatever their layouts? Atom digests decide; differences are located."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from h3_mapper.convert import DEFAULT_THREADS
+from h3_mapper.digest import Digest
+from h3_mapper.errors import SourceError, listed
+from h3_mapper.identify import identified_all
+from h3_mapper.manifest import AtomDigest, Manifest, compute, read_manifest
+from h3_mapper.spec import Layout
+from h3_mapper.stream import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One atom that differs. reason: what was found, in words."""
+
+    component: str
+    atom: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The result of `verify`; equal if there are no differences."""
+
+    atoms: int
+    algorithm: Digest
+    layouts: tuple[Layout, Layout]
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether every atom has the same bits on both sides."""
+        return not self.differences
+
+
+def verify(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    stated: tuple[Layout | None, Layout | None] = (None, None),
+    digest: Digest = Digest.XXH3,
+    threads: int = DEFAULT_THREADS,
+    progress: Progress | None = None,
+) -> Verified:
+    """Compare two checkpoints, or a checkpoint and a manifest file, atom by atom.
+
+    Both sides' bytes are read (a stored manifest inside a folder is not trusted; a manifest given as a path
+    is). stated: the layouts of native files that do not declare theirs. Raises a MapperError kind on bad
+    input; a difference is a result.
+    """
+    paths = (Path(a), Path(b))
+    stored = [
+        read_manifest(p) if p.suffix == ".json" and p.is_file() and not _index(p) else None for p in paths
+    ]
+    algorithm = next((m.algorithm for m in stored if m), digest)
+    sides = []
+    for path, manifest, layout in zip(paths, stored, stated, strict=True):
+        if manifest:
+            sides.append({"": manifest})
+        else:
+            found = identified_all(path, layout)
+            sides.append({name: compute(item, algorithm, threads, progress) for name, item in found.items()})
+    return _compared(sides[0], sides[1], algorithm)
+
+
+def _index(path: Path) -> bool:
+    return path.name.endswith(".index.json")
+
+
+def _compared(a: Mapping[str, Manifest], b: Mapping[str, Manifest], algorithm: Digest) -> Verified:
+    if len(a) == len(b) == 1:
+        pairs = [(next(iter(b)), next(iter(a.values())), next(iter(b.values())))]
+    elif a.keys() == b.keys():
+        pairs = [(name, a[name], b[name]) for name in a]
+    else:
+        raise SourceError(f"the two roots hold different partitions: {listed(a)} and {listed(b)}")
+    differences = tuple(d for name, left, right in pairs for d in _differences(name, left.atoms, right.atoms))
+    first = pairs[0]
+    return Verified(
+        sum(len(p[1].atoms) for p in pairs), algorithm, (first[1].layout, first[2].layout), differences
+    )
+
+
+def _differences(
+    component: str, a: Mapping[str, AtomDigest], b: Mapping[str, AtomDigest]
+) -> list[Difference]:
+    owner = {line.digest: name for name, line in a.items()}
+    result = []
+    for name in sorted(a.keys() | b.keys()):
+        left, right = a.get(name), b.get(name)
+        if left is None or right is None:
+            result.append(
+                Difference(component, name, "only in " + ("the second" if left is None else "the first"))
+            )
+        elif (left.shape, left.dtype) != (right.shape, right.dtype):
+            sides = f"{list(left.shape)} {left.dtype} against {list(right.shape)} {right.dtype}"
+            result.append(Difference(component, name, sides))
+        elif left.digest != right.digest:
+            moved = owner.get(right.digest)
+            same_tensor = moved is not None and moved.partition("[")[0] == name.partition("[")[0]
+            result.append(
+                Difference(component, name, f"holds the first's {moved}" if same_tensor else "bits differ")
+            )
+    return result
