@@ -1,0 +1,240 @@
+"""Put the contracts behind a real vLLM-Omni MiniMax-H3, and take them off again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from types import TracebackType
+from typing import Any, Self
+
+from h3_kernels.binding import Report
+from h3_kernels.collectives import Collective, TorchDistributedCollective
+from h3_kernels.collectives.protocol import check_collective
+from h3_kernels.contract import UNITS, parallel_id, parse_parallel_id
+from h3_kernels.errors import CollectiveError, ProviderError
+from h3_kernels.modes import ENVIRONMENT_VARIABLE, Mode, resolve_mode
+from h3_kernels.providers import choose
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from vllm.distributed import get_tp_group
+from vllm.platforms import current_platform
+
+from h3_adapter_vllm.audit import AuditRow
+from h3_adapter_vllm.bindings import Scope, Style
+from h3_adapter_vllm.errors import InstallError, RemoveError
+from h3_adapter_vllm.lora import SEAM
+from h3_adapter_vllm.method import Clock, ContractMethod, Ran, Settings, eager
+from h3_adapter_vllm.report import build_report, gemm_call
+from h3_adapter_vllm.survey import Site, find_sites, obstacles
+
+logger = logging.getLogger(__name__)
+
+_HANDLE = "_h3_handle"  # where a model keeps its handle
+_PROBE_ROWS = 1024  # rows of the call by which providers are chosen before anything is changed
+
+
+class Handle:
+    """An installed model. Use it as a context manager, or call :meth:`remove`."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], settings: Settings) -> None:
+        self._model = model
+        self._sites = {site.name: site for site in sites}
+        self.settings = settings
+        self._reduces: dict[str, bool] = {}
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def mode(self) -> Mode:
+        """The mode in force; ``H3_MODE`` may have overridden the argument."""
+        return self.settings.mode
+
+    @property
+    def installed(self) -> bool:
+        """False after :meth:`remove`, and always in mode off."""
+        return vars(self._model).get(_HANDLE) is self
+
+    def report(self) -> Report:
+        """Every node as Bound, External or Refused, read back from the last forward. Waits for the device in audit."""
+        return build_report(self._model, self._sites, self.settings)
+
+    def audit(self) -> list[AuditRow]:
+        """Per linear, in forward order, what audit mode has seen; empty in other modes. Waits for the device."""
+        methods = ((name, site.layer.quant_method) for name, site in self._sites.items())
+        return [
+            m.auditor.row(name)
+            for name, m in methods
+            if isinstance(m, ContractMethod) and m.auditor is not None
+        ]
+
+    def matches(self, settings: Settings) -> bool:
+        """Whether an install with ``settings`` would give this handle's bindings."""
+        collective = settings.collective or self.settings.collective
+        return (
+            dataclasses.replace(settings, collective=collective, clock=self.settings.clock) == self.settings
+        )
+
+    def _bind(self) -> None:
+        for name, site in self._sites.items():
+            site.layer.quant_method = ContractMethod(site.rule, site.layer.quant_method, self.settings)
+            if site.rule.style is Style.ROW:
+                self._reduces[name] = site.layer.reduce_results
+                site.layer.reduce_results = False
+        self._hook = self._model.register_forward_pre_hook(self._count_forward)
+        SEAM.acquire()
+        vars(self._model)[_HANDLE] = self
+
+    def remove(self) -> None:
+        """Restore the engine's own quant methods, reductions and LoRA path. A second call does nothing.
+
+        Raises RemoveError, after restoring the rest, if a linear no longer holds our method: whoever replaced it
+        owns it.
+        """
+        if not self.installed or self._hook is None:
+            return
+        del vars(self._model)[_HANDLE]
+        self._hook.remove()
+        SEAM.release()
+        foreign = [name for name, site in self._sites.items() if not self._restore(name, site)]
+        if foreign:
+            raise RemoveError(
+                f"{len(foreign)} linears were changed by something else after the install and left as they are "
+                f"(first: {foreign[0]}); the others are restored"
+            )
+
+    def _restore(self, name: str, site: Site) -> bool:
+        method = site.method
+        if method is None or method.settings is not self.settings:
+            return False
+        method.detach(site.layer)
+        if name in self._reduces:
+            site.layer.reduce_results = self._reduces[name]
+        return True
+
+    @eager
+    def _count_forward(self, *_: Any) -> None:
+        self.settings.clock.forwards += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def install_h3_rollout(
+    model: nn.Module,
+    *,
+    mode: Mode | str = Mode.STRICT,
+    collective: Collective | None = None,
+    tp: int | None = None,
+    contract: str = parallel_id(UNITS),
+    provider: str = "auto",
+    scope: Scope | str = Scope.LINEARS,
+) -> Handle:
+    """Bind every ``attn.qkv_proj``, ``attn.out_proj``, ``mlp.fc1`` and ``mlp.fc2`` of ``model`` to its contract.
+
+    Nothing is changed unless everything can be bound. Installing again with the same arguments returns the same
+    handle. The weights may change afterwards (``load_weights`` again, weight sync): they are read at every call.
+
+    Args:
+        model: A vLLM-Omni ``MiniMaxH3DiTModel`` with its bf16 weights loaded, LoRA-wrapped or not. On a CPU it must be
+            installed before ``process_weights_after_loading``, which drops the weights there.
+        mode: strict, audit or off (nothing is touched). The environment variable ``H3_MODE`` overrides it.
+        collective: Sums the fp32 partial results of row-parallel linears over the tp group; by default one over
+            vLLM's own tp group.
+        tp: Expected tensor-parallel degree; by default what the layers were built for.
+        contract: Row-parallel contract id, "h3-parallel-v1-u8" unless a cheaper promise is enough. The trainer must
+            state the same.
+        provider: A provider of h3-kernels by name, or "auto".
+        scope: "linears", or "projections" to bind every other linear of the model too.
+
+    Raises:
+        InstallError: With every reason: missing modules, quantised, packed or wrong-dtype weights, an unsupported tp or
+            provider, a patch or fusion that would bypass the contracts, an earlier install that differs.
+        ModeError: ``mode`` or ``H3_MODE`` is not one of the three words.
+    """
+    scope = Scope(scope)
+    mode = resolve_mode(None if os.environ.get(ENVIRONMENT_VARIABLE) else mode)
+    sites = [] if mode is Mode.OFF else find_sites(model, scope)
+    degree = tp if tp is not None else sites[0].layer.tp_size if sites else 1
+    rank = sites[0].layer.tp_rank if sites else 0
+    settings = Settings(mode, contract, degree, rank, collective, provider, scope, Clock())
+    if mode is Mode.OFF:
+        return Handle(model, [], settings)
+    earlier = _earlier(model, sites, settings)
+    if earlier is not None:
+        return earlier
+    reasons = obstacles(sites, contract=contract, tp=degree) or _provider_obstacles(sites, settings)
+    if reasons:
+        raise InstallError(reasons)
+    handle = Handle(model, sites, dataclasses.replace(settings, collective=_collective(settings)))
+    handle._bind()
+    logger.info(
+        "h3 %s: %d linears of %s bound to %s, tp=%d rank %d",
+        mode, len(sites), type(model).__name__, " and ".join(sorted({s.rule.contract(contract) for s in sites})),
+        degree, rank,
+    )  # fmt: skip
+    return handle
+
+
+def handle_of(model: nn.Module) -> Handle | None:
+    """The handle of an installed model, or None."""
+    handle: Handle | None = vars(model).get(_HANDLE)
+    return handle
+
+
+def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle | None:
+    """The handle of an earlier identical install. Raises InstallError for a different or a damaged one."""
+    handle = handle_of(model)
+    ours = [site.name for site in sites if site.method is not None]
+    if handle is None and not ours:
+        return None
+    others = [site.name for site in sites if site.method is None]
+    if handle is None or others:
+        raise InstallError(
+            [
+                f"half installed: {len(ours)} linears hold a contract method, {len(others)} do not "
+                f"({(others or ours)[0]}); remove() the earlier handle first"
+            ]
+        )
+    if not handle.matches(settings):
+        raise InstallError(
+            [
+                f"already installed with other arguments ({handle.settings.describe()}); remove() that handle first"
+            ]
+        )
+    return handle
+
+
+def _collective(settings: Settings) -> Collective | None:
+    """The given collective, or one over vLLM's tp group. Raises InstallError if it is not this rank's."""
+    if settings.tp == 1:
+        return None
+    collective = settings.collective
+    if collective is None:
+        group = get_tp_group()
+        on_cpu = current_platform.is_cpu()
+        collective = TorchDistributedCollective(
+            group.cpu_group if on_cpu else group.device_group, form="scatter"
+        )
+    try:
+        check_collective(collective, settings.tp, settings.rank, parse_parallel_id(settings.contract))
+    except CollectiveError as error:
+        raise InstallError([str(error)]) from None
+    return collective
+
+
+def _provider_obstacles(sites: list[Site], settings: Settings) -> list[str]:
+    """Choose a provider for every linear once, on its own device: what cannot be served is known before the install."""
+    reasons = []
+    for site in sites:
+        device = site.layer.weight.device
+        call = gemm_call(site, settings, Ran(0, _PROBE_ROWS, device, k_contiguous=True))
+        try:
+            choose(call, settings.provider, device)
+        except ProviderError as error:
+            reasons.append(f"{site.name} (weight on {device}): {error}")
+    return reasons

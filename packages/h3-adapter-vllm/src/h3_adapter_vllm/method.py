@@ -1,0 +1,174 @@
+"""The quant method that computes a contract in the engine's place.
+
+vLLM's linears and its LoRA wrappers both compute by ``layer.quant_method.apply(layer, x, bias)``, so replacing that one
+object binds a linear whether or not a wrapper is put around it later; patching ``forward`` would be bypassed there.
+
+A row-parallel ``apply`` returns the finished sum over all ranks, so the layer's own all-reduce is switched off
+(``reduce_results``) while it is bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from h3_kernels.collectives import Collective
+from h3_kernels.modes import Mode
+from h3_kernels.projection import projection
+from h3_kernels.row_parallel import row_parallel
+from torch import Tensor
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.model_executor.layers.linear import LinearMethodBase
+
+from h3_adapter_vllm.audit import Auditor, sampled_rows
+from h3_adapter_vllm.bindings import LinearRule, Scope, Style
+from h3_adapter_vllm.lora import ENGINE_APPLY, LoraTerm, active_terms
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def eager(method: Callable[P, R]) -> Callable[P, R]:
+    """Keep ``method`` out of torch.compile graphs, with its signature."""
+    kept: Callable[P, R] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+    return kept
+
+
+@dataclass(slots=True)
+class Clock:
+    """Forwards of the model since the install; linears stamp it when they run."""
+
+    forwards: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all bound linears of a model share."""
+
+    mode: Mode
+    contract: str
+    """Row-parallel contract id."""
+    tp: int
+    rank: int
+    collective: Collective | None
+    provider: str
+    scope: Scope
+    clock: Clock
+
+    def describe(self) -> str:
+        """One line."""
+        return f"mode {self.mode}, scope {self.scope}, {self.contract}, tp={self.tp} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The last call of a bound linear, as read back by the report."""
+
+    forward: int
+    rows: int
+    device: torch.device
+    k_contiguous: bool
+
+
+class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no type stubs
+    """Computes ``rule``'s contract for one linear; hands everything else to the engine's method it replaces."""
+
+    def __init__(self, rule: LinearRule, provided: LinearMethodBase, settings: Settings) -> None:
+        self.rule = rule
+        self.provided = provided
+        self.settings = settings
+        self.auditor = Auditor() if settings.mode is Mode.AUDIT else None
+        self.ran: Ran | None = None
+        self._inside_lora = False
+        self._unprocessed = False
+        self.supports_pre_processed_weights = provided.supports_pre_processed_weights
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """The engine's own."""
+        self.provided.create_weights(*args, **kwargs)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The engine's own; on a CPU only once :meth:`detach` is called, because it packs the weights away there."""
+        if layer.weight.device.type == "cpu":
+            layer.cpu_linear = torch.nn.functional.linear
+            self._unprocessed = True
+        else:
+            self.provided.process_weights_after_loading(layer)
+
+    def detach(self, layer: Any) -> None:
+        """Give ``layer`` its own method back, and do what was put off for it."""
+        layer.quant_method = self.provided
+        if self._unprocessed:
+            self.provided.process_weights_after_loading(layer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "provided":  # not set yet: copying or unpickling
+            raise AttributeError(name)
+        return getattr(self.provided, name)
+
+    @eager  # the ops are opaque to the compiler anyway; traced, `ran` would be written only once
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y [..., N] of x [..., K], a new tensor summed over ranks: the contract's (strict) or the engine's (audit)."""
+        self._stamp(x)
+        if self.settings.mode is Mode.STRICT:
+            return self._contract(layer, x)
+        partial = self.provided.apply(layer, x, bias)
+        y = self._reduce(partial.clone() if self._inside_lora else partial)  # the engine may reduce in place
+        self._compare(layer, x, y)
+        return partial if self._inside_lora else y
+
+    @eager
+    def apply_with_lora(self, wrapper: Any, x: Tensor, bias: Tensor | None) -> Tensor:
+        """As :meth:`apply` for a LoRA wrapper around the layer, with the wrapper's active terms added."""
+        if self.settings.mode is Mode.STRICT:
+            return self._add_terms(self.apply(wrapper.base_layer, x, bias), x, active_terms(wrapper))
+        self._inside_lora = True
+        try:
+            return self._reduce(ENGINE_APPLY(wrapper, x, bias))
+        finally:
+            self._inside_lora = False
+
+    def _contract(self, layer: Any, x: Tensor) -> Tensor:
+        return self._linear(x, layer.weight, None if layer.skip_bias_add else layer.bias)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        s = self.settings
+        if self.rule.style is Style.COLUMN:
+            return projection(x, weight, bias, provider=s.provider)
+        return row_parallel(
+            x,
+            weight,
+            bias,
+            contract=s.contract,
+            tp=s.tp,
+            rank=s.rank,
+            collective=s.collective,
+            provider=s.provider,
+        )
+
+    def _add_terms(self, y: Tensor, x: Tensor, terms: Iterator[LoraTerm]) -> Tensor:
+        rows, flat = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        for term in terms:
+            shrunk = self._linear(rows, term.a, None)
+            delta = projection(shrunk, term.b, provider=self.settings.provider)
+            flat[:, term.columns] += delta
+        return y
+
+    def _reduce(self, partial: Tensor) -> Tensor:
+        """The engine's own sum over ranks, which its layer no longer does."""
+        if self.rule.style is Style.COLUMN or self.settings.tp == 1:
+            return partial
+        total: Tensor = tensor_model_parallel_all_reduce(partial)
+        return total
+
+    def _stamp(self, x: Tensor) -> None:
+        rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+        self.ran = Ran(self.settings.clock.forwards, rows, x.device, x.stride(-1) == 1)
+
+    def _compare(self, layer: Any, x: Tensor, y: Tensor) -> None:
+        assert self.auditor is not None
+        x, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
+        rows = sampled_rows(x)
+        self.auditor.compare(y[rows], self._contract(layer, x[rows]), rows)

@@ -1,0 +1,99 @@
+"""The report of an installed model, read back from what ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from h3_kernels.binding import Binding, Bound, External, Refused, Report
+from h3_kernels.contract import parse_parallel_id
+from h3_kernels.errors import ProviderError
+from h3_kernels.providers import GemmCall, choose
+from torch import nn
+from vllm.platforms import current_platform
+
+from h3_adapter_vllm.bindings import EngineNode, Style
+from h3_adapter_vllm.method import ContractMethod, Ran, Settings
+from h3_adapter_vllm.survey import Site, forward_nodes, module_at
+
+
+def build_report(model: nn.Module, sites: Mapping[str, Site], settings: Settings) -> Report:
+    """Every node of the forward, in order, with what serves it.
+
+    A linear is Bound only if it holds our method and ran in the model's last forward; otherwise the reason is given.
+    """
+    report = Report(f"h3 rollout, {settings.describe()}, {settings.clock.forwards} forwards")
+    for name, node in forward_nodes(model):
+        if name in sites:
+            _add_linear(report, module_at(model, name), sites[name], settings)
+        elif not isinstance(node, EngineNode):
+            report.add(name, External(node.operator))
+        elif not node.optional or _exists(model, name):
+            report.add(name, External(_operator(model, name, node)))
+    return report
+
+
+def _exists(model: nn.Module, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    return getattr(module_at(model, parent), leaf, None) is not None
+
+
+def _operator(model: nn.Module, name: str, node: EngineNode) -> str:
+    if node.operator != "{attention}":
+        return node.operator
+    return f"{module_at(model, name).attn_backend.get_name()} attention"
+
+
+def _add_linear(report: Report, module: Any, site: Site, settings: Settings) -> None:
+    layer = getattr(module, "base_layer", module)
+    report.add(site.name, _linear(layer, site, settings))
+
+
+def _linear(layer: Any, site: Site, settings: Settings) -> Binding:
+    if layer is not site.layer:
+        return Refused("the module was replaced after the install: remove() and install again")
+    method = layer.quant_method
+    if not isinstance(method, ContractMethod) or method.settings is not settings:
+        return Refused(f"its quant method was replaced by a {type(method).__name__} after the install")
+    if method.ran is None:
+        return Refused("has not run since the install: run a forward first")
+    if method.ran.forward < settings.clock.forwards:
+        return Refused("did not run in the last forward: something bypasses its quant method")
+    contract = site.rule.contract(settings.contract)
+    if method.auditor is not None:
+        row = method.auditor.row(site.name)
+        return External(
+            f"{site.rule.operator}; {row.differing} of {row.compared} values differ from {contract}"
+        )
+    return _bound(contract, gemm_call(site, settings, method.ran), method.ran.device, settings.provider)
+
+
+def _bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> Binding:
+    """The provider ``choose`` gave this call; it remembers its choices, so this is the one that ran."""
+    try:
+        provider = choose(call, wanted, device)
+    except ProviderError as error:
+        return Refused(str(error))
+    return Bound(contract, provider.name, provider.probe(call, device))
+
+
+def gemm_call(site: Site, settings: Settings, ran: Ran) -> GemmCall:
+    """The GEMM a bound linear asks its providers for, on this rank."""
+    reduced = site.rule.style is Style.ROW and settings.tp > 1
+    n, k = site.layer.weight.shape
+    dtype = site.layer.weight.dtype
+    capability = current_platform.get_device_capability() if ran.device.type == "cuda" else None
+    return GemmCall(
+        m=ran.rows,
+        n=n,
+        k=k,
+        units=parse_parallel_id(settings.contract) // settings.tp if site.rule.style is Style.ROW else 1,
+        a_dtype=dtype,
+        out_dtype=torch.float32 if reduced else dtype,
+        a_layout="k" if ran.k_contiguous else "m",
+        b_layout="k",
+        has_bias=site.layer.bias is not None and not reduced,
+        device_type=ran.device.type,
+        capability=None if capability is None else (capability.major, capability.minor),
+    )
