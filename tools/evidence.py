@@ -1,0 +1,186 @@
+"""Write and check evidence: what one run printed, on one kind of hardware, at one head.
+
+``evidence/<head>/<hardware>/`` holds environment.json, tests.json, report.json and figure.png. report.json ends with a
+SHA-256 over all three, so an edit by hand is seen. ``python tools/evidence.py check`` refuses malformed, edited or
+unknown-head evidence, and says which claims rest on evidence older than the code they describe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from environment import ROOT, source_digest
+
+EVIDENCE = ROOT / "evidence"
+PARTS = ("environment", "tests", "report")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """One evidence folder and its three parsed files."""
+
+    path: Path
+    environment: dict[str, Any]
+    tests: dict[str, Any]
+    report: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """``<head>/<hardware>``."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+
+def digest(environment: dict[str, Any], tests: dict[str, Any], records: list[dict[str, Any]]) -> str:
+    """SHA-256 over the canonical JSON (sorted keys, no spaces) of the three parts of a run."""
+    text = json.dumps([environment, tests, records], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def tests_from_junit(path: Path, command: str) -> dict[str, Any]:
+    """A pytest JUnit file as tests.json: every case with its outcome and seconds."""
+    cases = []
+    # The file is pytest's own output of this run, not an untrusted document.
+    for case in ET.parse(path).getroot().iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        name = f"{case.get('classname')}::{case.get('name')}"
+        cases.append({"name": name, "outcome": outcome, "seconds": float(case.get("time", 0))})
+    counts = {
+        kind: sum(case["outcome"] == kind for case in cases) for kind in ("passed", "failed", "skipped")
+    }
+    return {"command": command, **counts, "cases": cases}
+
+
+def write(
+    folder: Path,
+    hardware: str,
+    environment: dict[str, Any],
+    tests: dict[str, Any],
+    records: list[dict[str, Any]],
+) -> Path:
+    """Write the three files of one run into ``folder/<head>/<hardware>``; returns that path."""
+    target = folder / str(environment["head"]) / hardware
+    target.mkdir(parents=True, exist_ok=True)
+    report = {
+        "schema": 1,
+        "head": environment["head"],
+        "hardware": hardware,
+        "made": datetime.now(UTC).date().isoformat(),
+        "records": records,
+        "digest": digest(environment, tests, records),
+    }
+    for part, value in zip(PARTS, (environment, tests, report), strict=True):
+        (target / f"{part}.json").write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
+    return target
+
+
+def folders(root: Path = EVIDENCE) -> list[Folder]:
+    """Every evidence folder below `root`, sorted; a folder that lacks a file or holds bad JSON raises ValueError."""
+    found = []
+    for path in sorted(path for path in root.glob("*/*") if path.is_dir()):
+        parts = {}
+        for part in PARTS:
+            file = path / f"{part}.json"
+            try:
+                parts[part] = json.loads(file.read_text())
+            except (OSError, json.JSONDecodeError) as error:
+                raise ValueError(f"{file}: not readable evidence ({error})") from error
+        found.append(Folder(path, **parts))
+    return found
+
+
+def problems(folder: Folder, schema: dict[str, Any]) -> list[str]:
+    """What is wrong with one folder: schema, digest, head, figure. Empty when nothing is."""
+    import jsonschema
+
+    whole = {"environment": folder.environment, "tests": folder.tests, "report": folder.report}
+    wrong = [
+        f"{folder.name}: {'.'.join(map(str, error.path))}: {error.message}"
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(whole)
+    ]
+    if wrong:
+        return wrong
+    if digest(folder.environment, folder.tests, folder.report["records"]) != folder.report["digest"]:
+        wrong.append(
+            f"{folder.name}: the digest does not match the contents; evidence is never edited, run it again"
+        )
+    heads = {folder.path.parent.name, folder.environment["head"], folder.report["head"]}
+    if len(heads) != 1:
+        wrong.append(f"{folder.name}: filed under one head, made at another: {sorted(heads)}")
+    if folder.report["hardware"] != folder.path.name:
+        wrong.append(f"{folder.name}: report.json says hardware {folder.report['hardware']!r}")
+    if not is_commit(folder.path.parent.name):
+        wrong.append(f"{folder.name}: {folder.path.parent.name} is not a commit of this repository")
+    if not (folder.path / "figure.png").is_file():
+        wrong.append(f"{folder.name}: figure.png is missing")
+    return wrong
+
+
+def is_commit(head: str) -> bool:
+    """True when `head` names a commit in this repository's history."""
+    found = subprocess.run(
+        ["git", "-C", str(ROOT), "cat-file", "-e", f"{head}^{{commit}}"], capture_output=True, check=False
+    )
+    return found.returncode == 0
+
+
+def stale_claims(found: list[Folder], claims: list[dict[str, Any]]) -> list[str]:
+    """Claims whose newest evidence was made with other source than the package has now."""
+    lines = []
+    for claim in claims:
+        runs = [
+            folder for folder in found if folder.path.name == claim["hardware"] and _covers(folder, claim)
+        ]
+        if not runs:
+            lines.append(f"{claim['id']}: no evidence on {claim['hardware']} yet")
+            continue
+        newest = max(runs, key=lambda folder: str(folder.report["made"]))
+        changed = [p for p in claim["packages"] if newest.environment["sources"].get(p) != source_digest(p)]
+        if changed:
+            lines.append(
+                f"{claim['id']}: evidence {newest.name[:12]} is older than the source of {', '.join(changed)}"
+            )
+    return lines
+
+
+def _covers(folder: Folder, claim: dict[str, Any]) -> bool:
+    return any(record["subject"] == claim["subject"] for record in folder.report["records"])
+
+
+def check() -> int:
+    """Print every problem and stale claim; returns 1 when evidence is refused, 0 otherwise (stale is only said)."""
+    schema = json.loads((EVIDENCE / "schema.json").read_text())
+    try:
+        found = folders()
+    except ValueError as error:
+        print(f"evidence: {error}", file=sys.stderr)
+        return 1
+    wrong = [line for folder in found for line in problems(folder, schema)]
+    for line in wrong:
+        print(f"evidence: {line}", file=sys.stderr)
+    for line in stale_claims(found, json.loads((EVIDENCE / "claims.json").read_text())):
+        print(f"stale: {line}")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """Command line: ``check``."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("command", choices=["check"])
+    parser.parse_args()
+    return check()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
