@@ -4,7 +4,9 @@ rows.
 
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs, diffusers_inputs, vllm_inputs
-from h3_kernels.graph.run import PackedDiT, SequenceParallel, Session, Settings, Tracer
+from h3_kernels.graph.operations import Replacement, Settings, Tracer
+from h3_kernels.graph.parallel import SequenceParallel, Ulysses
+from h3_kernels.graph.run import PackedDiT, Session
 from h3_kernels.graph.table import Node, Stage
 from h3_kernels.graph.weights import Linear, ModuleWeights, WeightsView
 
@@ -15,11 +17,13 @@ __all__ = [
     "Node",
     "PackedDiT",
     "PackedInputs",
+    "Replacement",
     "SequenceParallel",
     "Session",
     "Settings",
     "Stage",
     "Tracer",
+    "Ulysses",
     "WeightsView",
     "diffusers_inputs",
     "vllm_inputs",

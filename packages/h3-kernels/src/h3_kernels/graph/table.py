@@ -8,7 +8,7 @@ checkpointing recomputes and what an adapter may run on its own (a block is a st
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.nodes import MODALITIES
@@ -60,6 +60,37 @@ class Stage:
     nodes: tuple[Node, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    steps: tuple[tuple[tuple[Node, ...], tuple[str, ...]], ...] = field(init=False, repr=False)
+    """Nodes in the order they run, those that may be one launch together; and the slots no later step needs.
+    """
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(_steps(self.nodes, self.writes)))
+
+
+def _steps(
+    nodes: tuple[Node, ...], kept: tuple[str, ...]
+) -> Iterable[tuple[tuple[Node, ...], tuple[str, ...]]]:
+    groups: list[tuple[Node, ...]] = []
+    for node in nodes:
+        if groups and _one_launch(groups[-1][-1], node):
+            groups[-1] = (*groups[-1], node)
+        else:
+            groups.append((node,))
+    later, steps = set(kept), []
+    for group in reversed(groups):
+        touched = {slot for node in group for slot in (*node.reads, *node.writes)}
+        steps.append((group, tuple(sorted(touched - later))))
+        later |= {slot for node in group for slot in node.reads}
+    return reversed(steps)
+
+
+def _one_launch(first: Node, second: Node) -> bool:
+    return (
+        (first.op, second.op) == ("gated_residual", "rms_norm_modulate")
+        and first.writes[0] == second.reads[0]
+        and first.reads[3] == second.reads[3]
+    )
 
 
 def build_stages(config: DiTConfig) -> tuple[Stage, ...]:

@@ -1,0 +1,228 @@
+"""What each node does: one operation per kind of node, the same for both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from h3_kernels import nodes
+from h3_kernels.collectives.protocol import Collective
+from h3_kernels.contract import PROJECTION, UNITS, parallel_id
+from h3_kernels.graph.config import DiTConfig
+from h3_kernels.graph.inputs import PackedInputs
+from h3_kernels.graph.parallel import SequenceParallel, gather_columns
+from h3_kernels.graph.table import Node
+from h3_kernels.graph.weights import Linear, WeightsView
+from h3_kernels.logical_keys import LogicalKeys
+from h3_kernels.projection import projection, projection_group
+from h3_kernels.row_parallel import row_parallel
+
+Results = tuple[Tensor, ...]
+Strict = Callable[..., Results]
+Replacement = Callable[..., Results]
+
+
+class Tracer(Protocol):
+    """What watches a run. Called after every node, once even when checkpointing runs it again."""
+
+    def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
+        """``requested`` and ``actual`` name the contract and what computed it; ``outputs`` by slot."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a run is computed. Nothing here changes a bit of the result, except ``contract`` and ``overlay``.
+
+    ``overlay`` maps a node's name to a replacement ``f(strict, *inputs) -> outputs``: ``strict(*inputs)`` is
+    the node's own computation. An adapter uses it to keep a node on provider arithmetic, to add a LoRA term,
+    or to plant a deviation. ``fuse``: run gated residual and norm in one launch where the bits are the same.
+    """
+
+    tp: int = 1
+    rank: int = 0
+    collective: Collective | None = None
+    contract: str = parallel_id(UNITS)
+    provider: str = "auto"
+    sequence: SequenceParallel | None = None
+    overlay: Mapping[str, Replacement] = field(default_factory=dict)
+    tracer: Tracer | None = None
+    checkpoint: bool = False
+    fuse: bool = True
+
+
+@dataclass(slots=True)
+class Run:
+    """One forward: what operations need beside their slots."""
+
+    config: DiTConfig
+    weights: WeightsView
+    inputs: PackedInputs
+    settings: Settings
+    inv_freq: Tensor
+    keys: dict[str, LogicalKeys | None]
+    traced: set[str] = field(default_factory=set)
+
+    def order(self, node: Node) -> Tensor | None:
+        """Positions of the node's active rows in ascending key order, or None for as they lie."""
+        keys = self.keys[node.rows]
+        return None if keys is None else keys.order
+
+
+def _products(run: Run, node: Node, linear: Linear, x: Tensor) -> tuple[Tensor, ...]:
+    """x times each of the linear's weights, this rank's columns."""
+    s, weights = run.settings, linear.weights
+    sharded = sum(w.shape[0] for w in weights) != node.width
+    common: dict[str, Any] = {
+        "provider": s.provider,
+        "logical_keys": run.keys[node.rows],
+        "tp": s.tp if sharded else 1,
+        "rank": s.rank if sharded else 0,
+        "collective": s.collective if sharded else None,
+    }
+    x = x.to(weights[0].dtype)
+    if len(weights) > 1 and len({w.shape for w in weights}) == 1:
+        return projection_group(x, weights, linear.biases, **common)
+    whole = zip(weights, linear.biases, linear.parts, strict=True)
+    return tuple(projection(x, w, bias, parts=parts, **common) for w, bias, parts in whole)
+
+
+def _projection(run: Run, node: Node, x: Tensor) -> Results:
+    linear = run.weights.linear(node.name)
+    products = _products(run, node, linear, x)
+    if len(linear.outputs) == 1:
+        return (gather_columns(products[0], node.width, run.settings.tp, run.settings.collective),)
+    return tuple(products[which][:, start:stop] for which, start, stop in linear.outputs)
+
+
+def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:
+    s, linear = run.settings, run.weights.linear(node.name)
+    (weight,), (bias,) = linear.weights, linear.biases
+    rows = x.flatten(1).to(weight.dtype)
+    whole = s.tp == 1 or _whole_input(run.config, node) == weight.shape[1]
+    if not whole and rows.shape[1] != weight.shape[1]:
+        rows = rows.narrow(1, s.rank * weight.shape[1], weight.shape[1])
+    y = row_parallel(
+        rows,
+        weight,
+        bias,
+        contract=s.contract,
+        tp=1 if whole else s.tp,
+        rank=0 if whole else s.rank,
+        collective=None if whole else s.collective,
+        provider=s.provider,
+        logical_keys=run.keys[node.rows],
+    )
+    return (y,)
+
+
+def _whole_input(config: DiTConfig, node: Node) -> int:
+    widths = {"out_proj": config.inner, "fc2": config.ffn, "proj_out": config.time_hidden}
+    return widths[node.name.rpartition(".")[2]]
+
+
+def _rope_table(run: Run, node: Node, positions: Tensor) -> Results:
+    return (nodes.rope_table(positions, run.inv_freq),)
+
+
+def _adaln_parts(run: Run, node: Node, projected: Tensor) -> Results:
+    return nodes.adaln_parts(projected, node.width, len(node.writes))
+
+
+def _rms_norm(run: Run, node: Node, x: Tensor) -> Results:
+    weight = run.weights.parameter(node.parameters[0])
+    return (nodes.rms_norm(x, weight, node.eps, order=run.order(node)),)
+
+
+def _rms_norm_modulate(
+    run: Run, node: Node, x: Tensor, shift: Tensor, scale: Tensor, index: Tensor
+) -> Results:
+    weight = run.weights.parameter(node.parameters[0])
+    return (nodes.rms_norm_modulate(x, weight, shift, scale, index, node.eps, order=run.order(node)),)
+
+
+def _gated_residual(run: Run, node: Node, x: Tensor, gate: Tensor, branch: Tensor, index: Tensor) -> Results:
+    return (nodes.gated_residual(x, gate, branch, index, order=run.order(node)),)
+
+
+def gated_residual_norm(run: Run, first: Node, second: Node, *reads: Tensor) -> Results:
+    """Both nodes in one launch: reads of the first, then shift and scale of the second; returns (x, h)."""
+    x, gate, branch, index, shift, scale = reads
+    weight, order = run.weights.parameter(second.parameters[0]), run.order(second)
+    return nodes.gated_residual_norm(x, gate, branch, weight, shift, scale, index, second.eps, order=order)
+
+
+def _qk_norm_rope(run: Run, node: Node, q: Tensor, k: Tensor, table: Tensor | None = None) -> Results:
+    q_weight, k_weight = (run.weights.parameter(name) for name in node.parameters)
+    q, k = _heads(run, q), _heads(run, k)
+    return nodes.qk_norm_rope(q, k, q_weight, k_weight, table, node.eps, order=run.order(node))
+
+
+def _heads(run: Run, x: Tensor) -> Tensor:
+    """[T, heads, D] view of [T, heads * D]."""
+    return x.view(x.shape[0], -1, run.config.head_dim)
+
+
+def _attention(run: Run, node: Node, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Results:
+    scale = run.config.head_dim**-0.5
+    v = _heads(run, v)
+    packed = node.rows == "packed"
+    longest = run.inputs.max_seqlen if packed else run.inputs.text_max_seqlen
+    sequence = run.settings.sequence if packed else None
+    if sequence is None:
+        return (nodes.attention(q, k, v, cu_seqlens, longest, scale),)
+    q, k, v = (sequence.to_heads(x, run.inputs.rows) for x in (q, k, v))
+    return (sequence.to_rows(nodes.attention(q, k, v, cu_seqlens, longest, scale), run.inputs.rows),)
+
+
+def _scatter_rows(run: Run, node: Node, *slots: Tensor) -> Results:
+    text, text_at, video, video_at, audio, audio_at, positions = slots
+    parts = ((text, text_at), (video, video_at), (audio, audio_at))
+    return (nodes.scatter_rows(positions.shape[0], text.dtype, *parts),)
+
+
+def _shard_rows(run: Run, node: Node, *slots: Tensor) -> Results:
+    sequence = run.settings.sequence
+    return slots if sequence is None else tuple(sequence.shard(x) for x in slots)
+
+
+def _gather_rows(run: Run, node: Node, x: Tensor, positions: Tensor) -> Results:
+    sequence = run.settings.sequence
+    return (x if sequence is None else sequence.gather(x, positions.shape[0]),)
+
+
+OPERATIONS: dict[str, Callable[..., Results]] = {
+    "projection": _projection,
+    "row_parallel": _row_parallel,
+    "rope_table": _rope_table,
+    "adaln_index": lambda run, node, index, tags: (nodes.adaln_index(index, tags),),
+    "adaln_parts": _adaln_parts,
+    "timestep_sinusoid": lambda run, node, t: (nodes.timestep_sinusoid(t, node.width),),
+    "silu": lambda run, node, x: (nodes.silu(x),),
+    "rms_norm": _rms_norm,
+    "rms_norm_modulate": _rms_norm_modulate,
+    "qk_norm_rope": _qk_norm_rope,
+    "attention": _attention,
+    "residual": lambda run, node, x, y: (nodes.residual(x, y),),
+    "gated_residual": _gated_residual,
+    "swiglu": lambda run, node, gate, value: (nodes.swiglu(gate, value),),
+    "scatter_rows": _scatter_rows,
+    "select_rows": lambda run, node, x, at: (nodes.select_rows(x, at),),
+    "shard_rows": _shard_rows,
+    "gather_rows": _gather_rows,
+}
+
+
+def requested_operator(node: Node, settings: Settings) -> str:
+    """The contract a node computes: a linear's id, or ``h3-node-v1:`` and the operation."""
+    if node.op == "projection":
+        return PROJECTION
+    return settings.contract if node.op == "row_parallel" else f"h3-node-v1:{node.op}"
+
+
+def replacement_name(replacement: Replacement) -> str:
+    """What a trace calls an overlay's function."""
+    return str(getattr(replacement, "__qualname__", type(replacement).__qualname__))
