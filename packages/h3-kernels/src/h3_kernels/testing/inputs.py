@@ -18,27 +18,25 @@ def random_inputs(
 def cancellation_inputs(
     m: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """x and weight whose products nearly cancel: every k is followed, half of K later, by its negative.
+    """x [m, k] and weight [n, k] whose large products cancel exactly, so that the order decides every bit of the rest.
 
-    Products reach 2^12 times the size of what is left, so almost every bit of the result is decided by the
-    order of additions. Half the distance of K puts the two products into different units of every tree.
+    The second half of K repeats the first with the sign of x flipped, so what cancels lies in different units of every
+    tree. Every 16th column is 2^-14 as large and does not cancel: what is left has the size of the fp32 rounding errors.
     """
     generator = torch.Generator().manual_seed(seed)
     x, weight = random_inputs(m, n, k, dtype=torch.float32, seed=seed + 1)
-    scale = torch.exp2(torch.randint(0, 13, (k // 2,), generator=generator).float())
-    large = torch.randn(m, k // 2, generator=generator) * scale
-    x[:, : k // 2], x[:, k // 2 : 2 * (k // 2)] = large, -large * (1 + 2.0**-7)
-    weight[:, k // 2 : 2 * (k // 2)] = weight[:, : k // 2]
+    half = k // 2
+    x[:, :half] *= torch.exp2(torch.randint(0, 7, (half,), generator=generator).float())
+    x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, :half], weight[:, :half]
+    for start in (0, half):
+        columns = torch.arange(start, start + half, 16)
+        x[:, columns] = torch.randn(m, len(columns), generator=generator) * 2.0**-14
     return x.to(device=device, dtype=dtype), weight.to(device=device, dtype=dtype)
 
 
 def large_magnitude_inputs(
     m: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """x and weight with magnitudes spread over 2^-40 to 2^40: most additions lose most of the smaller
-    operand."""
-    generator = torch.Generator().manual_seed(seed)
-    x, weight = random_inputs(m, n, k, dtype=torch.float32, seed=seed + 1)
-    x *= torch.exp2(torch.randint(-20, 21, (m, k), generator=generator).float())
-    weight *= torch.exp2(torch.randint(-20, 21, (n, k), generator=generator).float())
-    return x.to(device=device, dtype=dtype), weight.to(device=device, dtype=dtype)
+    """``cancellation_inputs`` times 2^40 on both sides: sums near 2^90, out of reach of anything narrower than fp32."""
+    x, weight = cancellation_inputs(m, n, k, dtype=torch.float32, seed=seed)
+    return (x * 2.0**40).to(device=device, dtype=dtype), (weight * 2.0**40).to(device=device, dtype=dtype)
