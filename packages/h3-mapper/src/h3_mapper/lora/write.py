@@ -55,8 +55,9 @@ def write(
     """Put an adapter into format `to`, a key of `FORMATS`.
 
     Fusing atoms that do not share A gives the summed rank, and alpha grows with it; a format with one rank for all
-    gets zero rows of A and columns of B. Rows only move, so products are bit for bit the same. Where the format has
-    one scale and the adapter several, B takes the ratio; ScaleError if that rounds, unless `round_scales`. Raises UnsupportedAdapterError for what the format cannot hold.
+    gets zero rows of A and zero columns of B. Rows only move, so products are bit for bit the same. Where the format
+    has one scale and the adapter several, B takes the ratio; ScaleError if that rounds, unless `round_scales`.
+    Raises UnsupportedAdapterError for what the format cannot hold.
     """
     if to not in FORMATS:
         raise UnstatedError(f"unknown adapter format {to!r}; expected one of {listed(FORMATS, len(FORMATS))}")
