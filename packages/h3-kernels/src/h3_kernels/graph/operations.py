@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from h3_kernels.collectives.protocol import Collective
 from h3_kernels.contract import PROJECTION, UNITS, parallel_id
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
-from h3_kernels.graph.parallel import SequenceParallel, gather_columns
+from h3_kernels.graph.parallel import SequenceParallel, gather_columns, sum_gradient
 from h3_kernels.graph.table import Node
 from h3_kernels.graph.weights import Linear, WeightsView
 from h3_kernels.logical_keys import LogicalKeys
@@ -156,9 +157,15 @@ def gated_residual_norm(run: Run, first: Node, second: Node, *reads: Tensor) -> 
 
 
 def _qk_norm_rope(run: Run, node: Node, q: Tensor, k: Tensor, table: Tensor | None = None) -> Results:
-    q_weight, k_weight = (run.weights.parameter(name) for name in node.parameters)
     q, k = _heads(run, q), _heads(run, k)
-    return nodes.qk_norm_rope(q, k, q_weight, k_weight, table, node.eps, order=run.order(node))
+    config, settings = run.config, run.settings
+    tp = config.heads // q.shape[1]
+    q_weight, k_weight = (
+        sum_gradient(run.weights.parameter(name), tp, settings.collective) for name in node.parameters
+    )
+    groups = max(1, math.gcd(config.heads, UNITS) // tp)
+    order = run.order(node)
+    return nodes.qk_norm_rope(q, k, q_weight, k_weight, table, node.eps, order=order, groups=groups)
 
 
 def _heads(run: Run, x: Tensor) -> Tensor:

@@ -64,6 +64,27 @@ class _GatherColumns(torch.autograd.Function):
         return grad[:, start:stop].contiguous(), None, None
 
 
+def sum_gradient(weight: Tensor, tp: int, collective: Collective | None) -> Tensor:
+    """``weight`` [D] in float32 for use on this rank's heads; its gradient is the canonical tree over the
+    ranks' sums.
+    """
+    if tp == 1 or collective is None or not (weight.requires_grad and torch.is_grad_enabled()):
+        return weight
+    summed: Tensor = _SumGradient.apply(weight.float(), collective)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, collective: Collective) -> Tensor:
+        ctx.collective = collective
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.collective.all_reduce_tree(grad.unsqueeze(0)).squeeze(0), None
+
+
 class Ulysses:
     """Sequence parallelism over a process group of any size that divides the heads; rows need not divide.
 

@@ -39,6 +39,15 @@ def sum_rows(x: Tensor) -> Tensor:
     return x[0] + 0.0
 
 
+def sum_heads(x: Tensor, groups: int) -> Tensor:
+    """Sum over heads, [heads, D] float32 -> [D]: ``groups`` equal runs of heads, each by the tree of
+    neighbours, then the runs by the same tree. A rank that holds 1/tp of the heads and groups holds a whole
+    subtree. Runs on any device.
+    """
+    runs = x.view(groups, x.shape[0] // groups, *x.shape[1:])
+    return sum_rows(sum_rows(runs.transpose(0, 1)))
+
+
 def in_order(x: Tensor, order: Tensor | None) -> Tensor:
     """Take the rows of ``x`` in ascending logical order: ``order`` lists row positions, None means as they
     lie.

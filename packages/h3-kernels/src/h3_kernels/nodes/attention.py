@@ -67,7 +67,9 @@ def _heads_first(x: Tensor, rows: slice) -> Tensor:
 
 
 def _fold(left: Tensor, right: Tensor) -> Tensor:
-    """left [H, M, K] times right [H, K, N] -> [H, M, N]: the plain chain over ascending K, one head at a time."""
+    """left [H, M, K] times right [H, K, N] -> [H, M, N]: the plain chain over ascending K, one head at a
+    time.
+    """
     heads = zip(left, right.transpose(1, 2), strict=True)
     return torch.stack([tree_gemm(a, b, units=1, out_dtype=torch.float32) for a, b in heads])
 

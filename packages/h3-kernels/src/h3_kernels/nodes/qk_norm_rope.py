@@ -11,16 +11,20 @@ cos and sin come from the bf16 table (``rope_table``). The token refiner passes 
 rounds n to bf16 before the rotation and Diffusers also rounds each product; neither is needed.
 
 Backward: the rotation by the opposite angle, then the norm's backward. dweight: for each head, over rows in
-ascending logical order by the tree of neighbours; then over heads by the same tree.
+ascending logical order by the tree of neighbours; then over heads in 8 equal groups (``_order.sum_heads``),
+so that a tensor-parallel rank's sum is a subtree of the whole.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from h3_kernels.contract import UNITS
 from h3_kernels.nodes._op import NodeOp, check
-from h3_kernels.nodes._order import in_order, sum_rows
+from h3_kernels.nodes._order import in_order, sum_heads, sum_rows
 from h3_kernels.nodes.rms_norm import normalize, normalize_backward
 
 
@@ -33,13 +37,15 @@ def qk_norm_rope(
     eps: float,
     *,
     order: Tensor | None = None,
+    groups: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalise and rotate q and k.
 
     ``q``, ``k``: [T, heads, D] (any row and head stride, D contiguous); weights: [D]; ``table``: [T, 2h]
     holding [cos | sin], or None for no rotation. Returns (q, k), each [T, heads, D] contiguous, in q's dtype.
-    ``order`` (int64 positions of the active rows, ascending in logical order) fixes the weights' gradient.
-    Raises InputError on a wrong shape.
+    ``order`` (int64 positions of the active rows, ascending in logical order) and ``groups`` (of heads: 8 /
+    tp, a divisor of the heads given; by default the largest of 8, 4, 2, 1) fix the weights' gradient. Raises
+    InputError on a wrong shape.
     """
     name = "qk_norm_rope"
     right = q.dim() == 3 and q.shape == k.shape
@@ -51,7 +57,9 @@ def qk_norm_rope(
         fits = table.dim() == 2 and table.shape[0] == q.shape[0] and table.shape[1] <= dim
         fits = fits and table.shape[1] % 2 == 0
         check(fits, name, f"table must be [{q.shape[0]}, even and <= {dim}], got {list(table.shape)}")
-    return QK_NORM_ROPE(q, k, q_weight, k_weight, table, order, eps=eps)  # type: ignore[no-any-return]
+    groups = math.gcd(q.shape[1], UNITS) if groups is None else groups
+    check(q.shape[1] % groups == 0, name, f"{q.shape[1]} heads do not divide into {groups} groups")
+    return QK_NORM_ROPE(q, k, q_weight, k_weight, table, order, eps=eps, groups=groups)  # type: ignore[no-any-return]
 
 
 def _halves(table: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,6 +88,7 @@ def _one_backward(
     order: Tensor | None,
     needs: tuple[bool, bool],
     eps: float,
+    groups: int,
 ) -> tuple[Tensor | None, Tensor | None]:
     u, inv = normalize(x, eps)
     dn = dy.float()
@@ -87,8 +96,7 @@ def _one_backward(
         cos, sin = _halves(table)
         dn = _rotate(dn, cos, -sin)
     dx = normalize_backward(dn * weight.float(), u, inv).to(x.dtype) if needs[0] else None
-    # Rows first, then heads: a rank that holds a whole subtree of heads holds a whole subtree of this sum.
-    dweight = sum_rows(sum_rows(in_order(dn * u, order))).to(weight.dtype) if needs[1] else None
+    dweight = sum_heads(sum_rows(in_order(dn * u, order)), groups).to(weight.dtype) if needs[1] else None
     return dx, dweight
 
 
@@ -101,6 +109,7 @@ def _qk_norm_rope(
     order: Tensor | None,
     *,
     eps: float,
+    groups: int,
 ) -> tuple[Tensor, ...]:
     return _one(q, q_weight, table, eps), _one(k, k_weight, table, eps)
 
@@ -117,9 +126,10 @@ def _qk_norm_rope_backward(
     *,
     needs: tuple[bool, ...],
     eps: float,
+    groups: int,
 ) -> tuple[Tensor | None, ...]:
-    gq, gqw = _one_backward(dq, q, q_weight, table, order, (needs[0], needs[2]), eps)
-    gk, gkw = _one_backward(dk, k, k_weight, table, order, (needs[1], needs[3]), eps)
+    gq, gqw = _one_backward(dq, q, q_weight, table, order, (needs[0], needs[2]), eps, groups)
+    gk, gkw = _one_backward(dk, k, k_weight, table, order, (needs[1], needs[3]), eps, groups)
     return gq, gk, gqw, gkw, None, None
 
 
