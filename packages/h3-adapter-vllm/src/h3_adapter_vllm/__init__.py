@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from h3_adapter_vllm.audit import AuditRow
     from h3_adapter_vllm.errors import H3AdapterError, InstallError, RemoveError, WeightsError
     from h3_adapter_vllm.install import Handle, handle_of, install_h3_rollout
 
 _HOME = {
-    "AuditRow": "audit",
     "H3AdapterError": "errors",
     "Handle": "install",
     "InstallError": "errors",
@@ -25,7 +23,6 @@ _HOME = {
 }
 
 __all__ = [
-    "AuditRow",
     "H3AdapterError",
     "Handle",
     "InstallError",

@@ -26,7 +26,7 @@ class Scope(StrEnum):
     LINEARS = "linears"
     """qkv_proj, out_proj, fc1 and fc2 of every block: 208 linears of the release."""
     PROJECTIONS = "projections"
-    """Every linear: also the patch, text, time, AdaLN and output projections, 59 more."""
+    """Every linear: also the patch, text, time, AdaLN and output projections, 58 more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import os
 from types import TracebackType
 from typing import Any, Self
 
+from h3_kernels.audit import AuditRow
 from h3_kernels.binding import Report
 from h3_kernels.collectives import Collective, TorchDistributedCollective
 from h3_kernels.collectives.protocol import check_collective
@@ -20,7 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
-from h3_adapter_vllm.audit import AuditRow
 from h3_adapter_vllm.bindings import Scope, Style
 from h3_adapter_vllm.errors import InstallError, RemoveError
 from h3_adapter_vllm.lora import SEAM
@@ -189,21 +189,18 @@ def handle_of(model: nn.Module) -> Handle | None:
 def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle | None:
     """The handle of an earlier identical install. Raises InstallError for a different or a damaged one."""
     handle = handle_of(model)
-    ours = [site.name for site in sites if site.method is not None]
-    if handle is None and not ours:
-        return None
+    if handle is not None and not handle.matches(settings):
+        how = handle.settings.describe()
+        raise InstallError([f"already installed with other arguments ({how}); remove() that handle first"])
     others = [site.name for site in sites if site.method is None]
+    if handle is None and len(others) == len(sites):
+        return None
     if handle is None or others:
+        ours = len(sites) - len(others)
         raise InstallError(
             [
-                f"half installed: {len(ours)} linears hold a contract method, {len(others)} do not "
-                f"({(others or ours)[0]}); remove() the earlier handle first"
-            ]
-        )
-    if not handle.matches(settings):
-        raise InstallError(
-            [
-                f"already installed with other arguments ({handle.settings.describe()}); remove() that handle first"
+                f"half installed: {ours} linears hold a contract method, {len(others)} do not "
+                f"({', '.join(others[:1]) or 'but the model has no handle'}); remove() the earlier handle first"
             ]
         )
     return handle

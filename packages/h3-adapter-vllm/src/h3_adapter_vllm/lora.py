@@ -9,10 +9,10 @@ model is bound, and looks at each call: wrappers around other linears, made befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
+from h3_kernels.lora import LoraSlice
 from torch import Tensor
 from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
@@ -21,28 +21,21 @@ Apply = Callable[[Any, Tensor, Tensor | None], Tensor]
 ENGINE_APPLY: Apply = DiffusionBaseLinearLayerWithLoRA.apply
 
 
-@dataclass(frozen=True, slots=True)
-class LoraTerm:
-    """One active slice: y[:, columns] += (x A^T) B^T. The engine multiplied the scale into B when it uploaded it.
+def active_slices(wrapper: Any) -> list[LoraSlice]:
+    """The slices a wrapper would apply now, in output order; none while no adapter is set or it is suspended.
 
-    a is [r, K] (this rank's K range in a row-parallel linear), b [columns, r], both in the adapter's dtype; r is the
-    engine's buffer rank, zero-padded above the adapter's.
+    a is [r, K] (this rank's K range in a row-parallel linear), b [columns, r]; r is the engine's buffer rank, padded
+    with zeros above the adapter's. The engine multiplies the scale into b when it uploads an adapter, so ``scaling``
+    is 1; that equals PEFT's own scaling bit for bit when the scale is a power of two.
     """
-
-    columns: slice
-    a: Tensor
-    b: Tensor
-
-
-def active_terms(wrapper: Any) -> Iterator[LoraTerm]:
-    """The slices a wrapper would apply now, in output order; none while no adapter is set or it is suspended."""
     slices_a, slices_b = getattr(wrapper, "lora_a_stacked", ()), getattr(wrapper, "lora_b_stacked", ())
     active = getattr(wrapper, "_diffusion_lora_active_slices", (True,) * len(slices_a))
-    start = 0
+    found, start = [], 0
     for width, a, b, on in zip(wrapper.output_slices, slices_a, slices_b, active, strict=True):
         if on and a.numel() and b.numel():
-            yield LoraTerm(slice(start, start + width), a[0, 0], b[0, 0])
+            found.append(LoraSlice(a[0, 0], b[0, 0], start, scaling=1.0))
         start += width
+    return found
 
 
 class Seam:

@@ -9,12 +9,14 @@ A row-parallel ``apply`` returns the finished sum over all ranks, so the layer's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from h3_kernels.audit import Auditor, sampled_rows
 from h3_kernels.collectives import Collective
+from h3_kernels.lora import ColumnStyle, RowStyle, lora_slices
 from h3_kernels.modes import Mode
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
@@ -22,9 +24,8 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from h3_adapter_vllm.audit import Auditor, sampled_rows
 from h3_adapter_vllm.bindings import LinearRule, Scope, Style
-from h3_adapter_vllm.lora import ENGINE_APPLY, LoraTerm, active_terms
+from h3_adapter_vllm.lora import ENGINE_APPLY, active_slices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -123,7 +124,10 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
     def apply_with_lora(self, wrapper: Any, x: Tensor, bias: Tensor | None) -> Tensor:
         """As :meth:`apply` for a LoRA wrapper around the layer, with the wrapper's active terms added."""
         if self.settings.mode is Mode.STRICT:
-            return self._add_terms(self.apply(wrapper.base_layer, x, bias), x, active_terms(wrapper))
+            y = self.apply(wrapper.base_layer, x, bias)
+            return lora_slices(
+                x, y, active_slices(wrapper), style=self._lora_style(), provider=self.settings.provider
+            )
         self._inside_lora = True
         try:
             return self._reduce(ENGINE_APPLY(wrapper, x, bias))
@@ -131,15 +135,12 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
             self._inside_lora = False
 
     def _contract(self, layer: Any, x: Tensor) -> Tensor:
-        return self._linear(x, layer.weight, None if layer.skip_bias_add else layer.bias)
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        s = self.settings
+        s, bias = self.settings, None if layer.skip_bias_add else layer.bias
         if self.rule.style is Style.COLUMN:
-            return projection(x, weight, bias, provider=s.provider)
+            return projection(x, layer.weight, bias, provider=s.provider)
         return row_parallel(
             x,
-            weight,
+            layer.weight,
             bias,
             contract=s.contract,
             tp=s.tp,
@@ -148,13 +149,11 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
             provider=s.provider,
         )
 
-    def _add_terms(self, y: Tensor, x: Tensor, terms: Iterator[LoraTerm]) -> Tensor:
-        rows, flat = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        for term in terms:
-            shrunk = self._linear(rows, term.a, None)
-            delta = projection(shrunk, term.b, provider=self.settings.provider)
-            flat[:, term.columns] += delta
-        return y
+    def _lora_style(self) -> ColumnStyle | RowStyle:
+        s = self.settings
+        if self.rule.style is Style.COLUMN:
+            return ColumnStyle(s.tp, s.rank, s.collective)
+        return RowStyle(s.contract, s.tp, s.rank, s.collective)
 
     def _reduce(self, partial: Tensor) -> Tensor:
         """The engine's own sum over ranks, which its layer no longer does."""

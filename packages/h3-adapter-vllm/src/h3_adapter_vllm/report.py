@@ -11,9 +11,11 @@ from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.providers import GemmCall, choose
 from torch import nn
+from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.platforms import current_platform
 
 from h3_adapter_vllm.bindings import EngineNode, Style
+from h3_adapter_vllm.lora import active_slices
 from h3_adapter_vllm.method import ContractMethod, Ran, Settings
 from h3_adapter_vllm.survey import Site, forward_nodes, module_at
 
@@ -46,8 +48,11 @@ def _operator(model: nn.Module, name: str, node: EngineNode) -> str:
 
 
 def _add_linear(report: Report, module: Any, site: Site, settings: Settings) -> None:
-    layer = getattr(module, "base_layer", module)
-    report.add(site.name, _linear(layer, site, settings))
+    binding = _linear(getattr(module, "base_layer", module), site, settings)
+    report.add(site.name, binding)
+    if isinstance(module, BaseLayerWithLoRA) and active_slices(module):
+        engine = External(f"vLLM-Omni {type(module).__name__}")
+        report.add(f"{site.name}.lora", binding if isinstance(binding, Bound) else engine)
 
 
 def _linear(layer: Any, site: Site, settings: Settings) -> Binding:

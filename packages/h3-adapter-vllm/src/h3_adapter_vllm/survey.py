@@ -102,8 +102,11 @@ def _of_site(site: Site, contract: str, tp: int) -> Iterator[str]:
         yield from _of_weight(getattr(layer, "weight", None), site.rule.dtype)
     if "forward" in vars(layer):
         yield "its forward is patched on the instance, so the quant method may not run; remove that patch first"
-    if site.rule.style is Style.ROW and tp > 1:
-        yield from _of_reduction(site)
+    config = getattr(site.wrapper, "lora_config", None)
+    if config is not None and str(config.lora_dtype) != f"torch.{site.rule.dtype}":
+        yield f"its LoRA is {config.lora_dtype}, expected torch.{site.rule.dtype} like the weight"
+    if site.rule.style is Style.ROW and tp > 1 and not layer.reduce_results:
+        yield "reduce_results is already False: another collective or fusion owns the sum over tp"
 
 
 def _of_weight(weight: Any, dtype: str) -> Iterator[str]:
@@ -117,14 +120,6 @@ def _of_weight(weight: Any, dtype: str) -> Iterator[str]:
         yield "weight is a DTensor: the contracts read whole local shards, so HSDP must be off"
     elif str(weight.dtype) != f"torch.{dtype}":
         yield f"weight is {weight.dtype}, expected torch.{dtype}"
-
-
-def _of_reduction(site: Site) -> Iterator[str]:
-    if not site.layer.reduce_results:
-        yield "reduce_results is already False: another collective or fusion owns the sum over tp"
-    config = getattr(site.wrapper, "lora_config", None)
-    if config is not None and config.fully_sharded_loras:
-        yield "its LoRA is fully sharded, which vLLM-Omni itself refuses at tp > 1"
 
 
 def _of_configuration(tp: int) -> Iterator[str]:

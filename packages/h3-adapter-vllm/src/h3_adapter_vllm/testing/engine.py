@@ -87,12 +87,12 @@ def build(
     device: str = "cpu",
     plain_linears: bool = True,
 ) -> MiniMaxH3DiTModel:
-    """A ``MiniMaxH3DiTModel`` of ``config`` for the current tp group, weights not yet set.
+    """A ``MiniMaxH3DiTModel`` of ``config`` for the current tp group, weights not yet set; sizes it lacks are the release's.
 
     ``plain_linears=False`` leaves the linears as their constructor does: on a CPU they then run only after
     ``quant_method.process_weights_after_loading``.
     """
-    hidden = config["hidden_size"]
+    hidden = config.get("hidden_size", 5376)
     sizes = {**config, "adaln_out_features": 18 * hidden, "final_adaln_out_features": 2 * hidden}
     od_config = SimpleNamespace(
         tf_model_config=sizes,

@@ -1,0 +1,137 @@
+"""Strict mode refuses, with the reason and the place, before it touches anything."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from h3_adapter_vllm import InstallError, handle_of, install_h3_rollout
+from torch import nn
+
+pytestmark = pytest.mark.engine
+
+
+def snapshot(model):
+    from vllm.model_executor.layers.linear import LinearBase
+
+    layers = [m for m in model.modules() if isinstance(m, LinearBase)]
+    return [(m.quant_method, getattr(m, "reduce_results", None)) for m in layers]
+
+
+def refuse(model, match, **arguments):
+    """Install is refused with ``match`` and the model is as before."""
+    before = snapshot(model)
+    with pytest.raises(InstallError, match=match):
+        install_h3_rollout(model, **arguments)
+    assert snapshot(model) == before
+    assert handle_of(model) is None
+    assert not model._forward_pre_hooks
+
+
+def test_model_of_another_kind():
+    refuse(nn.Linear(2, 2), r"Linear has no module list 'token_refiner\.blocks': expected a MiniMaxH3DiTModel$")
+
+
+def test_pipeline_instead_of_its_transformer(model):
+    pipeline = nn.Module()
+    pipeline.transformer = model
+    refuse(pipeline, r"expected a MiniMaxH3DiTModel; pass pipeline\.transformer")
+
+
+def test_missing_module_is_named(model):
+    del model.blocks[1].mlp.fc2
+    refuse(model, r"blocks\.1\.mlp\.fc2: no such module, expected a RowParallelLinear")
+
+
+def test_module_of_another_class_is_named(model):
+    model.blocks[0].attn.out_proj = nn.Linear(256, 80)
+    refuse(model, r"blocks\.0\.attn\.out_proj: is a Linear, expected a RowParallelLinear")
+
+
+def test_wrong_dtype_names_tensor_and_both_dtypes(model):
+    model.blocks[0].mlp.fc1.weight.data = model.blocks[0].mlp.fc1.weight.data.float()
+    refuse(model, r"blocks\.0\.mlp\.fc1: weight is torch\.float32, expected torch\.bfloat16")
+
+
+def test_half_precision_model_lists_every_linear_and_shows_eight(model):
+    model.half()
+    with pytest.raises(InstallError, match="and 8 more") as caught:
+        install_h3_rollout(model)
+    assert len(caught.value.reasons) == 16
+
+
+def test_quantised_linear(model):
+    """The class of the quant method decides: an fp8 method holds scales the contract does not read."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Fp8LinearMethod(UnquantizedLinearMethod):
+        pass
+
+    model.blocks[1].attn.qkv_proj.quant_method = Fp8LinearMethod()
+    refuse(model, r"blocks\.1\.attn\.qkv_proj: quant method Fp8LinearMethod: .* load the bf16 checkpoint")
+
+
+def test_quantisation_config(model):
+    model.blocks[1].attn.qkv_proj.quant_config = object()
+    refuse(model, r"blocks\.1\.attn\.qkv_proj: quant method UnquantizedLinearMethod")
+
+
+def test_weights_packed_for_the_cpu(load):
+    model = load()
+    layer = model.blocks[0].attn.out_proj
+    layer.quant_method.process_weights_after_loading(layer)
+    refuse(model, r"blocks\.0\.attn\.out_proj: weight is empty: vLLM packed it for the CPU")
+
+
+def test_weights_not_loaded(engine):
+    refuse(engine.build(device="meta"), r"token_refiner\.blocks\.0\.attn\.qkv_proj: weight is on the meta device")
+
+
+def test_cuda_provider_on_cpu_weights(model):
+    refuse(model, r"\(weight on cpu\): no provider is named 'cublaslt'", provider="cublaslt")
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_tp_that_is_not_the_engines(model, tp):
+    refuse(model, rf"qkv_proj: built for tp=1, but tp={tp} was asked for", tp=tp)
+
+
+def test_contract_that_does_not_exist(model):
+    refuse(model, "'h3-parallel-v1-u3' is not a row-parallel contract", contract="h3-parallel-v1-u3")
+
+
+def test_shape_outside_the_contract(engine):
+    """ffn = 100 does not divide into 8 units."""
+    odd = engine.build({**engine.TINY, "ffn_dim": 100})
+    engine.randomise(odd)
+    refuse(odd, r"blocks\.0\.mlp\.fc2: K=100 does not divide into 8 equal units")
+    install_h3_rollout(odd, contract="h3-parallel-v1-u4").remove()
+
+
+def test_patched_forward(model):
+    layer = model.blocks[0].mlp.fc1
+    layer.forward = lambda x: (x, None)
+    refuse(model, r"blocks\.0\.mlp\.fc1: its forward is patched on the instance")
+
+
+def test_lora_of_another_dtype(model):
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapper = mock.create_autospec(BaseLayerWithLoRA, instance=True)
+    wrapper.base_layer = model.blocks[0].mlp.fc2
+    wrapper.lora_config = SimpleNamespace(lora_dtype=torch.float16)
+    with mock.patch.object(model, "get_submodule", _replacing(model, "blocks.0.mlp.fc2", wrapper)):
+        refuse(model, r"blocks\.0\.mlp\.fc2: its LoRA is torch\.float16, expected torch\.bfloat16")
+
+
+def _replacing(model, name, module):
+    original = model.get_submodule
+    return lambda wanted: module if wanted == name else original(wanted)
+
+
+def test_one_refusal_lists_all_reasons(model):
+    del model.blocks[1].mlp.fc2
+    del model.blocks[0].attn.qkv_proj
+    with pytest.raises(InstallError) as caught:
+        install_h3_rollout(model)
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["blocks.0.attn.qkv_proj", "blocks.1.mlp.fc2"]
