@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import replace
 from functools import cache
 
@@ -78,7 +78,7 @@ def layout_of(
     UnknownNameError; AmbiguousLayoutError if the names are native and nobody says which.
     """
     refuse_variants(seen, where)
-    by_names = _names_layout(seen, where)
+    by_names = names_layout(seen, where)
     claims = {_layout(text, where) for text in declared}
     if len(claims) > 1:
         raise MixedLayoutsError(f"{where}: files declare different layouts: {listed(claims)}")
@@ -101,11 +101,14 @@ def _layout(text: str, where: str) -> Layout:
         raise LayoutError(f"{where}: metadata declares layout {text!r}; known are {listed(Layout)}") from None
 
 
-def _names_layout(seen: Seen, where: str) -> Layout:
-    """DIFFUSERS or MODULE (standing for any native layout), from names alone."""
+def names_layout(names: Iterable[str], where: str = "checkpoint") -> Layout:
+    """DIFFUSERS or MODULE (here standing for either native layout), from names alone.
+
+    Raises MixedLayoutsError, UnknownNameError, or MissingTensorError if no name is H3's.
+    """
     native, diffusers = _templates(Layout.MODULE), _templates(Layout.DIFFUSERS)
     only_native, only_diffusers = native - diffusers, diffusers - native
-    forms = {name: _template(name) for name in seen}
+    forms = {name: _template(name) for name in names}
     as_native = {name for name, form in forms.items() if form in only_native}
     as_diffusers = {name for name, form in forms.items() if form in only_diffusers}
     if as_native and as_diffusers:
@@ -116,7 +119,7 @@ def _names_layout(seen: Seen, where: str) -> Layout:
     if unknown := {name for name, form in forms.items() if form not in native | diffusers}:
         raise UnknownNameError(_unknown(unknown, native | diffusers, where))
     if not as_native and not as_diffusers:
-        raise MissingTensorError(f"{where}: no H3 transformer tensor among {len(seen)} tensors")
+        raise MissingTensorError(f"{where}: none of {len(forms)} tensors is an H3 transformer's")
     return Layout.MODULE if as_native else Layout.DIFFUSERS
 
 
@@ -151,37 +154,53 @@ def refuse_variants(seen: Seen, where: str = "checkpoint") -> None:
 
 
 def check(seen: Seen, config: H3Config, layout: Layout, where: str = "checkpoint") -> None:
-    """Every tensor of the layout is there, nothing else is, and shapes and dtypes are exactly the model's.
+    """Every tensor of the layout is there, nothing else is, and shapes and dtypes are exactly the model's."""
+    check_names(seen.keys(), config, layout, where)
+    expected = {spec.name: (spec.shape, spec.dtype) for spec in tensors(config, layout)}
+    check_specs(seen, expected, where)
+
+
+def check_names(names: Set[str], config: H3Config, layout: Layout, where: str = "checkpoint") -> None:
+    """Raise UnknownNameError, IncompleteGroupError or MissingTensorError unless `names` is the layout's set.
 
     A `module` checkpoint may lack derived tensors (rope.inv_freq): files made from parameters do.
     """
-    expected = {spec.name: spec for spec in tensors(config, layout)}
+    expected = {spec.name for spec in tensors(config, layout)}
     optional = set(derived(config, layout)) if layout is Layout.MODULE else set()
-    if extra := seen.keys() - expected.keys():
+    if extra := names - expected:
         raise UnknownNameError(
             f"{where}: config.json ({config.num_layers} blocks, {config.num_refiner_layers} refiner blocks) has no "
             f"place for {listed(extra)}"
         )
-    if missing := expected.keys() - seen.keys() - optional:
-        _refuse_missing(missing, seen, config, layout, where)
+    if missing := expected - names - optional:
+        _refuse_missing(missing, names, config, layout, where)
+
+
+def check_specs(seen: Seen, expected: Seen, where: str = "checkpoint") -> None:
+    """Raise ShapeError or DtypeError unless each tensor is exactly as expected; larger is wrong too.
+
+    (Engines narrow an oversized tensor without a word: vLLM-Omni 0.30 does for adaln, out_proj, fc1 and fc2.)
+    """
     for name, (shape, dtype) in seen.items():
-        spec = expected[name]
-        if shape != spec.shape:
-            raise ShapeError(f"{where}: {name} has shape {list(shape)}; config.json gives {list(spec.shape)}")
-        if dtype != spec.dtype:
+        right_shape, right_dtype = expected[name]
+        if shape != right_shape:
+            raise ShapeError(
+                f"{where}: {name} has shape {list(shape)}; config.json gives {list(right_shape)}"
+            )
+        if dtype != right_dtype:
             raise DtypeError(
-                f"{where}: {name} is {dtype}; H3 keeps it in {spec.dtype} and nothing is ever cast"
+                f"{where}: {name} is {dtype}; H3 keeps it in {right_dtype} and nothing is ever cast"
             )
 
 
-def _refuse_missing(missing: set[str], seen: Seen, config: H3Config, layout: Layout, where: str) -> None:
+def _refuse_missing(missing: Set[str], names: Set[str], config: H3Config, layout: Layout, where: str) -> None:
     fused: dict[str, set[str]] = {}
     for name, held in spans(replace(config, num_attention_heads=1), layout).items():
         fused.setdefault(held[0].atom.partition("[")[0], set()).add(name)
-    for module, names in fused.items():
-        if names & missing and names & seen.keys():
+    for module, parts in fused.items():
+        if parts & missing and parts & names:
             raise IncompleteGroupError(
-                f"{where}: {module} needs {listed(names)}; absent: {listed(names & missing)}"
+                f"{where}: {module} needs {listed(parts)}; absent: {listed(parts & missing)}"
             )
     raise MissingTensorError(f"{where}: {len(missing)} tensors are absent: {listed(missing)}")
 

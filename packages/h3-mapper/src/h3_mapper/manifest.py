@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,27 @@ def manifest_of(found: Identified, algorithm: Digest, digests: Mapping[str, str]
 
 def compute(found: Identified, algorithm: Digest, threads: int, progress: Progress | None = None) -> Manifest:
     """Digest a component's atoms from its files: one sequential read, nothing written."""
+    names = spans(found.config, found.layout).keys()
+    return manifest_of(found, algorithm, digests_of(found, names, algorithm, threads, progress))
+
+
+def digests_of(
+    found: Identified,
+    names: Iterable[str],
+    algorithm: Digest,
+    threads: int,
+    progress: Progress | None = None,
+) -> dict[str, str]:
+    """Atom -> digest for the atoms in some of a component's tensors, read shard by shard in file order."""
     held = spans(found.config, found.layout)
     with opened(found.component) as source:
         lanes: dict[Path, list[tuple[int, Job]]] = {}
-        for name, (header, entry) in found.component.tensors.items():
-            if name in held:
-                whole = Target(name, entry.shape, entry.dtype, "", (Rows(name, 0, entry.shape[0]),))
-                lanes.setdefault(header.path, []).append((entry.begin, Job(source.pieces(whole, held[name]))))
-        ordered = [[job for _, job in sorted(lane, key=lambda x: x[0])] for lane in lanes.values()]
-        return manifest_of(found, algorithm, run(ordered, algorithm, threads, progress))
+        for name in names:
+            header, entry = found.component.tensors[name]
+            whole = Target(name, entry.shape, entry.dtype, "", (Rows(name, 0, entry.shape[0]),))
+            lanes.setdefault(header.path, []).append((entry.begin, Job(source.pieces(whole, held[name]))))
+        ordered = [[job for _, job in sorted(lane, key=lambda item: item[0])] for lane in lanes.values()]
+        return run(ordered, algorithm, threads, progress)
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from h3_mapper.convert import DEFAULT_THREADS
 from h3_mapper.digest import Digest
-from h3_mapper.errors import SourceError, listed
-from h3_mapper.identify import identified_all
-from h3_mapper.manifest import AtomDigest, Manifest, compute, read_manifest
+from h3_mapper.errors import MapperError, SourceError, listed
+from h3_mapper.identify import Identified, identified_all
+from h3_mapper.manifest import AtomDigest, Manifest, compute, digests_of, read_manifest
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
@@ -27,12 +27,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The result of `verify`; equal if there are no differences."""
+    """The result of `verify`; equal if there are no differences. hint: the likely cause, if one was found."""
 
     atoms: int
     algorithm: Digest
     layouts: tuple[Layout, Layout]
     differences: tuple[Difference, ...]
+    hint: str = ""
 
     @property
     def equal(self) -> bool:
@@ -60,14 +61,43 @@ def verify(
         read_manifest(p) if p.suffix == ".json" and p.is_file() and not _index(p) else None for p in paths
     ]
     algorithm = next((m.algorithm for m in stored if m), digest)
-    sides = []
+    if algorithm is Digest.NONE:
+        raise MapperError("digest none compares nothing; choose xxh3 or blake3")
+    sides, read = [], []
     for path, manifest, layout in zip(paths, stored, stated, strict=True):
-        if manifest:
-            sides.append({"": manifest})
-        else:
-            found = identified_all(path, layout)
-            sides.append({name: compute(item, algorithm, threads, progress) for name, item in found.items()})
-    return _compared(sides[0], sides[1], algorithm)
+        found = {} if manifest else identified_all(path, layout)
+        read.append(found)
+        sides.append(
+            {"": manifest}
+            if manifest
+            else {name: compute(item, algorithm, threads, progress) for name, item in found.items()}
+        )
+    result = _compared(sides[0], sides[1], algorithm)
+    return replace(result, hint=_misstated(result, read, sides, paths))
+
+
+def _misstated(
+    result: Verified,
+    read: Sequence[Mapping[str, Identified]],
+    sides: Sequence[Mapping[str, Manifest]],
+    paths: Sequence[Path],
+) -> str:
+    """Would the first differing qkv_proj agree if one native side were read in the other row order?"""
+    name = next((d.atom.partition("[")[0] for d in result.differences if "attn.qkv_proj" in d.atom), None)
+    for side, other, path in zip(read, reversed(sides), paths, strict=True):
+        for component, found in side.items():
+            if name is None or not found.layout.native:
+                continue
+            swapped = replace(
+                found, layout=Layout.MODULE if found.layout is Layout.RELEASE else Layout.RELEASE
+            )
+            digests = digests_of(swapped, [name], result.algorithm, threads=1)
+            facing = other.get(component) or next(iter(other.values()))
+            if all(facing.atoms[atom].digest == digest for atom, digest in digests.items()):
+                return (
+                    f"{path}: its qkv_proj rows agree if it is read as {swapped.layout}, not {found.layout}"
+                )
+    return ""
 
 
 def _index(path: Path) -> bool:
@@ -93,7 +123,7 @@ def _differences(
 ) -> list[Difference]:
     owner = {line.digest: name for name, line in a.items()}
     result = []
-    for name in sorted(a.keys() | b.keys()):
+    for name in [*a, *(extra for extra in b if extra not in a)]:
         left, right = a.get(name), b.get(name)
         if left is None or right is None:
             result.append(

@@ -1,0 +1,273 @@
+"""The subcommands: arguments as data, each handler returning what to print. Printing is cli.py's."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from h3_mapper.config import H3Config
+from h3_mapper.digest import Digest
+from h3_mapper.errors import ConfigError
+from h3_mapper.spec import Layout
+from h3_mapper.stream import Progress
+
+OK, DIFFERENT, BAD_INPUT = 0, 1, 2
+"""Exit codes: fine; `verify` found a difference; bad input (nothing written)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a handler found: an exit code, lines for people, an object for --json."""
+
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+    code: int = OK
+
+
+Handler = Callable[[argparse.Namespace, Progress | None], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One subcommand. arguments: (flags, keywords) for argparse."""
+
+    name: str
+    help: str
+    run: Handler
+    arguments: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
+
+
+def _argument(*flags: str, **keywords: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return flags, keywords
+
+
+_FROM = _argument(
+    "--from",
+    dest="stated",
+    type=Layout,
+    choices=list(Layout),
+    metavar="L",
+    help="layout of the source: diffusers, release or module (needed for native files that do not state it)",
+)
+_TO = _argument("--to", type=Layout, choices=list(Layout), required=True, metavar="L", help="layout to write")
+_THREADS = _argument("--threads", type=int, metavar="N", help="worker threads (default: min(4, cores))")
+_DIGEST = _argument(
+    "--digest",
+    type=Digest,
+    choices=list(Digest),
+    default=Digest.XXH3,
+    help="per-atom digests: xxh3 (default), blake3 (cryptographic) or none",
+)
+
+
+def _threads(args: argparse.Namespace) -> int:
+    from h3_mapper.convert import DEFAULT_THREADS
+
+    if args.threads is not None and not 1 <= args.threads <= 64:
+        raise ConfigError(f"--threads {args.threads}: expected 1 to 64")
+    return args.threads or DEFAULT_THREADS
+
+
+def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.inspect import inspect
+
+    found = inspect(args.path, args.stated)
+    lines = []
+    for item in found:
+        lines += [
+            f"{item.path}",
+            f"  layout   {item.layout}",
+            f"  tensors  {item.tensors} in {len(item.files)} files, {item.nbytes:,} bytes, {_counts(item.dtypes)}",
+        ]
+        if item.config:
+            dims = (
+                "num_layers",
+                "num_refiner_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "attention_head_dim",
+            )
+            lines.append("  config   " + ", ".join(f"{key} {item.config[key]}" for key in (*dims, "ffn_dim")))
+        if item.problem:
+            lines.append(f"  problem  {item.problem}")
+    code = BAD_INPUT if any(item.problem for item in found) else OK
+    return Outcome("\n".join(lines), {"components": [item.to_json() for item in found]}, code)
+
+
+def _counts(dtypes: dict[str, int]) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in sorted(dtypes.items()))
+
+
+def _plan(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.explain import explain, plan_json
+    from h3_mapper.plan import plan
+
+    mapping = plan(_config_file(args.config), args.stated, args.to)
+    return Outcome(explain(mapping), plan_json(mapping))
+
+
+def _config_file(path: Path | None) -> H3Config:
+    from h3_mapper.source import read_json
+
+    if path is None:
+        return H3Config()
+    parsed = read_json(path)
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return H3Config.from_mapping(parsed)
+
+
+def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.convert import convert
+
+    done = convert(
+        args.source,
+        args.destination,
+        args.to,
+        stated=args.stated,
+        max_shard_size=args.max_shard_size,
+        digest=args.digest,
+        threads=_threads(args),
+        progress=progress,
+    )
+    lines = [
+        f"{done.destination / each.name}: {each.source_layout} -> {done.layout}, {each.tensors} tensors, "
+        f"{each.nbytes:,} bytes in {len(each.files)} files"
+        for each in done.components
+    ]
+    components = [
+        {
+            "name": each.name,
+            "from": each.source_layout,
+            "files": each.files,
+            "tensors": each.tensors,
+            "bytes": each.nbytes,
+        }
+        for each in done.components
+    ]
+    data = {
+        "destination": str(done.destination),
+        "layout": done.layout,
+        "bytes": done.nbytes,
+        "components": components,
+    }
+    return Outcome("\n".join(lines), data)
+
+
+def _verify(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.verify import verify
+
+    sides = (args.from_a or args.stated, args.from_b or args.stated)
+    result = verify(
+        args.a, args.b, stated=sides, digest=args.digest, threads=_threads(args), progress=progress
+    )
+    where = f"{args.a} ({result.layouts[0]}) and {args.b} ({result.layouts[1]})"
+    lines = [
+        f"  {d.component + ': ' if d.component else ''}{d.atom}: {d.reason}" for d in result.differences[:20]
+    ]
+    if result.equal:
+        text = f"equal: {where} hold the same {result.atoms} atoms ({result.algorithm})"
+    else:
+        more = len(result.differences) - len(lines)
+        lines += [f"  and {more} more"] if more else []
+        head = f"DIFFERENT: {where}: {len(result.differences)} of {result.atoms} atoms differ"
+        text = "\n".join([head, *lines, *([f"  {result.hint}"] if result.hint else [])])
+    data = {
+        "equal": result.equal,
+        "atoms": result.atoms,
+        "algorithm": result.algorithm,
+        "layouts": result.layouts,
+        "hint": result.hint,
+        "differences": [
+            {"component": d.component, "atom": d.atom, "reason": d.reason} for d in result.differences
+        ],
+    }
+    return Outcome(text, data, OK if result.equal else DIFFERENT)
+
+
+def _manifest(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.identify import identified_all
+    from h3_mapper.manifest import compute
+
+    if args.digest is Digest.NONE:
+        raise ConfigError("--digest none: a manifest is its digests; choose xxh3 or blake3")
+    made = {
+        name: compute(found, args.digest, _threads(args), progress).to_json()
+        for name, found in identified_all(args.path, args.stated).items()
+    }
+    data = made.get("", {"components": made})
+    return Outcome(json.dumps(data, indent=1), data)
+
+
+def _demo(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.demo import demo
+
+    return demo(args.keep)
+
+
+_PATH = _argument(
+    "path", type=Path, metavar="PATH", help="folder, .safetensors file, index, or root of transformer*/"
+)
+
+COMMANDS = (
+    Command("inspect", "say what PATH holds", _inspect, (_PATH, _FROM)),
+    Command(
+        "plan",
+        "show how each tensor is built",
+        _plan,
+        (
+            _argument("--from", dest="stated", type=Layout, choices=list(Layout), required=True, metavar="L"),
+            _TO,
+            _argument(
+                "--config", type=Path, metavar="F", help="config.json (default: the released model's sizes)"
+            ),
+        ),
+    ),
+    Command(
+        "convert",
+        "write SRC in another layout as the new folder DST",
+        _convert,
+        (
+            _argument("source", type=Path, metavar="SRC"),
+            _argument("destination", type=Path, metavar="DST"),
+            _TO,
+            _FROM,
+            _argument(
+                "--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB, 4GiB ..."
+            ),
+            _DIGEST,
+            _THREADS,
+        ),
+    ),
+    Command(
+        "verify",
+        "compare two checkpoints in any layouts, or one with a manifest; exit code 1 if they differ",
+        _verify,
+        (
+            _argument("a", type=Path, metavar="A"),
+            _argument("b", type=Path, metavar="B"),
+            _FROM,
+            _argument("--from-a", type=Layout, choices=list(Layout), metavar="L", help="layout of A alone"),
+            _argument("--from-b", type=Layout, choices=list(Layout), metavar="L", help="layout of B alone"),
+            _DIGEST,
+            _THREADS,
+        ),
+    ),
+    Command(
+        "manifest", "print the digest of every atom of PATH", _manifest, (_PATH, _FROM, _DIGEST, _THREADS)
+    ),
+    Command(
+        "demo",
+        "convert a small checkpoint through every layout, prove it, and catch a planted fault",
+        _demo,
+        (
+            _argument(
+                "--keep", type=Path, metavar="DIR", help="leave the demo's checkpoints in this new folder"
+            ),
+        ),
+    ),
+)
