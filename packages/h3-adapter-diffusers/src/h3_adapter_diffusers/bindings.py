@@ -24,6 +24,17 @@ class Style(StrEnum):
     """Each rank holds a contiguous K range; the partial sums are reduced."""
 
 
+class Scope(StrEnum):
+    """How much of the model is bound; each contains the one before. The rollout must be bound to the same."""
+
+    LINEARS = "linears"
+    """The six linears of every block."""
+    PROJECTIONS = "projections"
+    """Every linear: also the patch, text, time, AdaLN and output projections."""
+    MODEL = "model"
+    """Every node: `h3_kernels.graph` runs in the place of Diffusers' forward."""
+
+
 class Rows(StrEnum):
     """Which rows a linear sees; logical keys are given per row set (`PackedSequence.keys`)."""
 
@@ -84,10 +95,6 @@ AFTER_BLOCKS: Final = (
     LinearRule("proj_out", Style.COLUMN, Rows.PACKED, boundary=True),
     LinearRule("audio_proj_out", Style.COLUMN, Rows.PACKED, boundary=True),
 )
-
-BOUNDARY: Final = "boundary"
-"""Overlay name for the linears outside attention and feed-forward. A rollout adapter that binds only the four
-fused linears of each block keeps them on its engine; a trainer that is to match it keeps them too."""
 
 # Nodes that stay Diffusers' when only the linears are bound. {attention} is the backend its dispatcher uses.
 EXTERNAL_IN_REFINER: Final = {

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from h3_adapter_diffusers.bindings import LinearRule, Style
+from h3_adapter_diffusers.bindings import LinearRule, Scope, Style
 from h3_adapter_diffusers.errors import BoundModelError
 
 
@@ -61,8 +61,13 @@ class Settings:
     rank: int
     collective: Collective | None
     provider: str
+    scope: Scope
     clock: Clock
     ring: KeyRing
+
+    def describe(self) -> str:
+        """The arguments of the install, for messages."""
+        return f"mode={self.mode}, scope={self.scope}, contract={self.contract}, tp={self.tp}, provider={self.provider}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from h3_adapter_diffusers.bindings import (
     Style,
 )
 from h3_adapter_diffusers.errors import InstallError
-from h3_adapter_diffusers.lora import is_wrapper
+from h3_adapter_diffusers.lora import is_wrapper, wrapper_obstacle
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,12 @@ def obstacles(model: nn.Module, sites: list[Site], *, contract: str, tp: int) ->
     }
     reasons = [f"{s.name}: {reason}" for s in sites for reason in _of_site(s, contract, tp, sharded)]
     return reasons + list(_of_attention(model))
+
+
+def wrapper_obstacles(sites: list[Site]) -> list[str]:
+    """Every reason why the strict LoRA term does not cover the wrappers around `sites`."""
+    reasons = [(site.name, wrapper_obstacle(site.module)) for site in sites if is_wrapper(site.module)]
+    return [f"{name}: {reason}" for name, reason in reasons if reason is not None]
 
 
 def _block_list(model: nn.Module, name: str) -> nn.ModuleList:

@@ -1,0 +1,265 @@
+"""Scope `model`: the graph of h3-kernels runs in the place of Diffusers' forward, through Diffusers' own
+modules.
+
+The model's and the blocks' `forward` are replaced on the instances, and blocks are still called as modules,
+so FSDP2 gathers their parameters and Diffusers' gradient checkpointing wraps them as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from h3_kernels import graph
+from h3_kernels.audit import Auditor, AuditRow
+from h3_kernels.binding import Binding, Bound, External
+from h3_kernels.graph import (
+    DiTConfig,
+    Node,
+    PackedDiT,
+    PackedInputs,
+    Session,
+    Stage,
+    Tracer,
+    diffusers_inputs,
+)
+from h3_kernels.graph.operations import requested_operator
+from h3_kernels.modes import Mode
+from torch import Tensor, nn
+
+from h3_adapter_diffusers import provider_ops
+from h3_adapter_diffusers.bindings import BLOCK_LISTS
+from h3_adapter_diffusers.errors import BoundModelError, InstallError
+from h3_adapter_diffusers.graph_lora import lora_replacements
+from h3_adapter_diffusers.linear_binding import fused_flags, restore
+from h3_adapter_diffusers.method import Settings
+from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
+from h3_adapter_diffusers.weights import native_names, weights_view
+
+Outputs = tuple[Tensor, ...]
+Replacement = Callable[..., Outputs]
+
+_STAGES = {"token_refiner.refiner_blocks": "token_refiner.blocks", "transformer_blocks": "blocks"}
+
+
+class GraphBinding:
+    """The graph in the place of one model's forward.
+
+    `overlay` maps node names, or patterns of names, to replacements, or to None for Diffusers' own
+    arithmetic. Raises InstallError, with nothing changed, if the model can not be bound or a pattern names no
+    node.
+    """
+
+    def __init__(
+        self, model: nn.Module, settings: Settings, overlay: Mapping[str, Replacement | None]
+    ) -> None:
+        self._model: Any = model
+        self._settings = settings
+        sites = find_sites(model)
+        config: Any = model.config
+        self._dit = PackedDiT(DiTConfig.from_mapping(dict(config)))
+        self._overlay, unmatched = _expand(overlay, self._dit.nodes)
+        reasons = obstacles(model, sites, contract=settings.contract, tp=settings.tp)
+        reasons += wrapper_obstacles(sites) if settings.mode is Mode.STRICT else []
+        reasons += [f"overlay {pattern!r} names no node of the graph" for pattern in unmatched]
+        reasons += [
+            f"{name or 'the model'}: its forward is already replaced on the instance (offload, context parallel or"
+            " another install); install the contracts first, hooks after"
+            for name, module in [("", model), *_blocks(model)]
+            if "forward" in vars(module)
+        ]
+        if reasons:
+            raise InstallError(reasons)
+        self._auditors = {n.name: Auditor() for n in self._dit.nodes} if settings.mode is Mode.AUDIT else {}
+        self._tracer: Tracer | None = None
+        self._replaced: dict[str, tuple[nn.Module, object]] = {}
+        self._device = next(model.parameters()).device
+        self._fused: tuple[bool, ...] | None = None
+        self._signature = inspect.signature(type(model).forward)
+
+    def bind(self) -> None:
+        """Put the graph in place, and follow `fuse_qkv_projections` and LoRA added since."""
+        if fused_flags(self._model) != self._fused:
+            self._fused = fused_flags(self._model)
+            self._weights = weights_view(self._model)
+            self._linears: dict[str, list[Site]] = {}
+            names = native_names(self._model)
+            for site in find_sites(self._model):
+                self._linears.setdefault(names[site.name], []).append(site)
+        if not self._replaced:
+            blocks = {
+                f"{_STAGES[n]}.{i}": b for n in _STAGES for i, b in enumerate(self._model.get_submodule(n))
+            }
+            self._blocks: dict[str, Any] = blocks
+            for name, block in blocks.items():
+                self._replace(name, block, _StageForward(self._dit.stage(name)))
+            self._replace("the model", self._model, self._forward)
+
+    def nodes(self) -> Iterator[tuple[str, Binding]]:
+        """What serves each node."""
+        settings = self._graph_settings({})
+        for node in self._dit.nodes:
+            contract = requested_operator(node, settings)
+            if node.name in self._auditors:
+                row = self._auditors[node.name].row(node.name)
+                yield (
+                    node.name,
+                    External(f"Diffusers; {row.differing} of {row.compared} values differ from {contract}"),
+                )
+            elif node.name in self._overlay:
+                yield node.name, External("kept by the overlay")
+            else:
+                yield node.name, Bound(contract, self._provider(node))
+
+    def audit(self) -> list[AuditRow]:
+        """What audit mode has seen, per node that computes something."""
+        rows = (auditor.row(name) for name, auditor in self._auditors.items())
+        return [row for row in rows if row.compared]
+
+    @contextmanager
+    def tracing(self, tracer: Tracer) -> Iterator[None]:
+        """Let `tracer` see the forwards in the block."""
+        self._tracer = tracer
+        try:
+            yield
+        finally:
+            self._tracer = None
+
+    def remove(self) -> list[str]:
+        """Restore Diffusers' forwards; the names of those that something else has taken since."""
+        return [name for name, (module, ours) in self._replaced.items() if not restore(module, ours)]
+
+    def _replace(self, name: str, module: nn.Module, ours: object) -> None:
+        vars(module)["forward"] = ours
+        self._replaced[name] = module, ours
+
+    def _provider(self, node: Node) -> str:
+        linear = node.op in ("projection", "row_parallel")
+        if self._device.type == "cpu":
+            return "reference" if linear else "written order"
+        return f"h3_kernels.providers ({self._settings.provider})" if linear else "h3_kernels.triton"
+
+    def _graph_settings(self, overlay: Mapping[str, Replacement]) -> graph.Settings:
+        s = self._settings
+        return graph.Settings(
+            tp=s.tp,
+            rank=s.rank,
+            collective=s.collective,
+            contract=s.contract,
+            provider=s.provider,
+            overlay=overlay,
+            tracer=self._tracer,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Diffusers' forward by the graph; the same arguments and results."""
+        call = self._signature.bind(self._model, *args, **kwargs).arguments
+        scale = (call.get("attention_kwargs") or {}).get("scale", 1.0)
+        if scale != 1.0:
+            raise BoundModelError(
+                f"attention_kwargs scale={scale}: a scale of one call is lost when checkpointing recomputes it; set"
+                " it on the adapter (set_adapters(weights=...))"
+            )
+        inputs = diffusers_inputs(call, self._settings.ring.keys.get("packed")).canonical()
+        session = self._dit.begin(self._weights, inputs, self._graph_settings(self._replacements(inputs)))
+        video, audio = self._run(session)
+        batch = call["hidden_states"].shape[0]
+        outputs = tuple(rows.view(batch, -1, rows.shape[1]) for rows in (video, audio))
+        if not call.get("return_dict", True):
+            return outputs
+        from diffusers.models.transformers.transformer_minimax_h3 import (
+            MiniMaxH3TransformerOutput,
+        )
+
+        return MiniMaxH3TransformerOutput(sample=outputs[0], audio_sample=outputs[1])
+
+    def _run(self, session: Session) -> tuple[Tensor, Tensor]:
+        slots = session.slots()
+        for stage in self._dit.stages:
+            block = self._blocks.get(stage.name)
+            if block is None:
+                slots.update(session.run(stage, slots))
+                continue
+            reads = (session, *(slots[name] for name in stage.reads))
+            owner = self._model.token_refiner if stage.name.startswith("token_refiner") else self._model
+            recompute = torch.is_grad_enabled() and owner.gradient_checkpointing
+            outputs = owner._gradient_checkpointing_func(block, *reads) if recompute else block(*reads)
+            slots.update(zip(stage.writes, outputs, strict=True))
+        video, audio = graph.table.OUTPUT_SLOTS
+        return slots[video], slots[audio]
+
+    def _replacements(self, inputs: PackedInputs) -> dict[str, Replacement]:
+        """The overlay of one forward: kept nodes, audited nodes, and LoRA terms on top."""
+        context = provider_ops.Context(
+            self._dit.config,
+            self._weights,
+            {"packed": inputs.cu_seqlens.tolist(), "text": inputs.text_cu_seqlens.tolist()}
+            if self._overlay or self._auditors
+            else {},
+        )
+        chosen = {name: given or _provider(context, node) for name, (node, given) in self._overlay.items()}
+        for node in self._dit.nodes:
+            if node.name in self._auditors and node.op in provider_ops.OPERATIONS:
+                chosen[node.name] = _audited(_provider(context, node), self._auditors[node.name])
+        if self._settings.mode is Mode.STRICT:
+            chosen |= lora_replacements(self._linears, self._settings, inputs, chosen)
+        return chosen
+
+
+class _StageForward:
+    """A block's forward: its stage of the session that its model began."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, session: Session, *reads: Tensor) -> Outputs:
+        if not isinstance(session, Session):
+            raise BoundModelError(f"{self.stage.name}: called outside its model's forward; call the model")
+        written = session.run(self.stage, dict(zip(self.stage.reads, reads, strict=True)))
+        return tuple(written[name] for name in self.stage.writes)
+
+
+def _blocks(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    for name in BLOCK_LISTS:
+        for index, block in enumerate(model.get_submodule(name)):
+            yield f"{name}.{index}", block
+
+
+def _expand(
+    overlay: Mapping[str, Replacement | None], nodes: tuple[Node, ...]
+) -> tuple[dict[str, tuple[Node, Replacement | None]], list[str]]:
+    """Patterns to nodes; nodes that only copy have nothing to keep. Also the patterns that name no node."""
+    found: dict[str, tuple[Node, Replacement | None]] = {}
+    unmatched = []
+    for pattern, given in overlay.items():
+        matches = [n for n in nodes if fnmatchcase(n.name, pattern)]
+        found |= {n.name: (n, given) for n in matches if given is not None or n.op in provider_ops.OPERATIONS}
+        unmatched += [] if matches else [pattern]
+    return found, unmatched
+
+
+def _provider(context: provider_ops.Context, node: Node) -> Replacement:
+    operation = provider_ops.OPERATIONS[node.op]
+
+    def diffusers(strict: Replacement, *inputs: Tensor) -> Outputs:
+        return operation(context, node, *inputs)
+
+    return diffusers
+
+
+def _audited(provider: Replacement, auditor: Auditor) -> Replacement:
+    def audited(strict: Replacement, *inputs: Tensor) -> Outputs:
+        outputs = provider(strict, *inputs)
+        with torch.no_grad():
+            for ours, theirs in zip(strict(*(t.detach() for t in inputs)), outputs, strict=True):
+                rows = torch.arange(theirs.shape[0], device=theirs.device)
+                auditor.compare(theirs.detach().flatten(1), ours.flatten(1), rows)
+        return outputs
+
+    return audited
