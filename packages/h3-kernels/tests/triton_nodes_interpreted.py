@@ -1,0 +1,327 @@
+"""The node kernels in Triton's interpreter on the CPU: right within rounding, and invariant bit for bit.
+
+Run by test_triton_nodes_interpreter.py in a process of its own with TRITON_INTERPRET=1, because the interpreter is
+chosen when a kernel is defined. What it cannot show (speed, layouts, tensor cores) the gpu tests do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+EPS = 1e-5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bf16_arithmetic() -> None:
+    """Repair bf16 in the interpreter: as shipped (3.6, 3.7) it truncates casts and multiplies bit patterns in dot."""
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    stock_cast, stock_fp, stock_dot = builder.cast_impl, builder.create_fp_to_fp, builder.create_dot
+
+    def widen(bits: np.ndarray) -> np.ndarray:
+        return (np.ascontiguousarray(bits).astype(np.uint32) << 16).view(np.float32)
+
+    def narrow(x: np.ndarray) -> np.ndarray:
+        bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(x), np.uint16(0x7FC0), rounded)
+
+    def cast(self, source, target):  # type: ignore[no-untyped-def]
+        pair = (source.dtype.scalar, target.scalar)
+        if pair == (tl.bfloat16, tl.float32):
+            return handle(widen(source.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            return handle(narrow(source.data), tl.bfloat16)
+        return stock_cast(self, source, target)
+
+    def fp_to_fp(self, source, target, mode):  # type: ignore[no-untyped-def]
+        if {source.dtype.scalar, target.scalar} == {tl.bfloat16, tl.float32}:
+            return cast(self, source, target)
+        return stock_fp(self, source, target, mode)
+
+    def dot(self, a, b, acc, precision, terms):  # type: ignore[no-untyped-def]
+        a, b = (handle(widen(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return stock_dot(self, a, b, acc, precision, terms)
+
+    builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, fp_to_fp, dot
+
+
+def random(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * scale).to(torch.bfloat16)
+
+
+def spread(*shape: int, seed: int = 0) -> Tensor:
+    """fp32 values over 20 binades: sums of their squares round at every step (sums of bf16 squares do not)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * torch.exp2(torch.randn(*shape, generator=generator) * 3)
+
+
+def assert_close(found: Tensor, expected: Tensor, ulps: float = 1.01) -> None:
+    """At most `ulps` bf16 roundings apart: both come from fp32 values that differ in the order of a sum."""
+    found, expected = found.double(), expected.double()
+    scale = expected.abs().clamp(min=expected.abs().mean() * 2.0**-4)
+    worst = ((found - expected).abs() / scale).max().item()
+    assert worst <= ulps * 2.0**-7, worst
+
+
+def pair_tree(x: Tensor) -> Tensor:
+    """Adjacent pairs over the last axis, a power of two long."""
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x[..., 0]
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """The order of triton/rows.py in torch."""
+    from h3_kernels.triton.rows import chunking
+
+    shape = chunking(x.shape[-1])
+    lanes = torch.nn.functional.pad(x, (0, shape["CHUNK"] * shape["CHUNKS"] - x.shape[-1]))
+    first, *rest = lanes.unflatten(-1, (shape["CHUNKS"], shape["CHUNK"])).unbind(-2)
+    for chunk in rest:
+        first = first + chunk
+    return pair_tree(first)
+
+
+@pytest.mark.parametrize("width", [192, 1024, 2100])
+def test_norm_is_the_written_order_bit_for_bit(width: int) -> None:
+    from h3_kernels.triton.rms_norm import norm_forward
+
+    x, weight, shift, scale = (
+        spread(5, width),
+        random(width, seed=1),
+        random(3, width, seed=2),
+        random(3, width, seed=3),
+    )
+    index = torch.tensor([2, 0, 1, 1, 0])
+    r = 1.0 / (row_sum(x * x) / width + EPS).double().sqrt().float()  # a correctly rounded square root
+    n = x * r[:, None] * weight.float()
+    modulated = n * (1.0 + scale.float())[index] + shift.float()[index]
+    assert torch.equal(norm_forward(x, weight, None, None, None, EPS), n)
+    assert torch.equal(norm_forward(x, weight, shift, scale, index, EPS), modulated)
+    assert not torch.equal(row_sum((x * x).roll(1, -1)), row_sum(x * x)), (
+        "another order must be another number"
+    )
+
+
+def node_cases() -> dict[str, tuple[Callable[..., object], tuple[object, ...], dict[str, object]]]:
+    """(public CPU node, tensors, settings) at sizes with a ragged last chunk, block and head group."""
+    from h3_kernels import nodes
+
+    rows, width, heads = 6, 1100, 9
+    x, branch, weight = random(rows, width), random(rows, width, seed=1), random(width, seed=2)
+    gate, shift, scale = (random(4, width, seed=s, scale=0.3) for s in (3, 4, 5))
+    index = torch.tensor([3, 0, 3, 1, 1, 3])
+    q, k = random(rows, heads, 128, seed=6), random(rows, heads, 128, seed=7)
+    wq, wk = random(128, seed=8), random(128, seed=9)
+    angles = torch.randn(rows, 48, generator=torch.Generator().manual_seed(1))
+    table = torch.cat([angles.cos(), angles.sin()], -1).bfloat16()
+    return {
+        "rms_norm": (nodes.rms_norm, (x, weight), {"eps": EPS}),
+        "rms_norm_modulate": (nodes.rms_norm_modulate, (x, weight, shift, scale, index), {"eps": EPS}),
+        "residual": (nodes.residual, (x, branch), {}),
+        "gated_residual": (nodes.gated_residual, (x, gate, branch, index), {}),
+        "gated_residual_norm": (
+            nodes.gated_residual_norm, (x, gate, branch, weight, shift, scale, index), {"eps": EPS},
+        ),
+        "qk_norm_rope": (nodes.qk_norm_rope, (q, k, wq, wk, table), {"eps": EPS}),
+        "qk_norm": (nodes.qk_norm_rope, (q, k, wq, wk, None), {"eps": EPS}),
+        "swiglu": (nodes.swiglu, (x, branch), {}),
+    }  # fmt: skip
+
+
+CASES = (
+    "rms_norm", "rms_norm_modulate", "residual", "gated_residual", "gated_residual_norm", "qk_norm_rope", "qk_norm",
+    "swiglu",
+)  # fmt: skip
+
+
+@pytest.fixture
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to send CPU tensors to the CUDA entry points from then on."""
+    from h3_kernels.nodes import _op
+
+    def implementation(self: _op.NodeOp, device: torch.device, direction: str) -> Callable[..., object]:
+        suffix = "" if direction == "forward" else "_backward"
+        return _op._launcher(self.module, f"launch_{self.name}{suffix}")
+
+    return lambda: monkeypatch.setattr(_op.NodeOp, "_implementation", implementation)
+
+
+def run_node(
+    case: tuple[Callable[..., object], tuple[object, ...], dict[str, object]], seed: int = 11
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the gradients of every floating tensor, for random output gradients."""
+    function, tensors, settings = case
+    inputs = [
+        t.detach().clone().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
+        for t in tensors
+    ]
+    result = function(*inputs, **settings)
+    outputs = list(result) if isinstance(result, tuple) else [result]
+    leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    given = [random(*o.shape, seed=seed + i) for i, o in enumerate(outputs)]
+    grads = torch.autograd.grad(outputs, leaves, given, allow_unused=True)  # a rope table has no gradient
+    return [o.detach() for o in outputs], [g for g in grads if g is not None]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_agrees_with_the_cpu_node(name: str, kernels_on_cpu: Callable[[], None]) -> None:
+    case = node_cases()[name]
+    expected = run_node(case)
+    kernels_on_cpu()
+    found = run_node(case)
+    for left, right in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
+        assert left.dtype == right.dtype
+        assert_close(left, right)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_row_keeps_its_bits_in_any_company(name: str, kernels_on_cpu: Callable[[], None]) -> None:
+    function, tensors, settings = node_cases()[name]
+    kernels_on_cpu()
+    rows = 6
+    taken = torch.tensor([4, 1, 5, 5])
+    whole = function(*tensors, **settings)
+    some = function(
+        *(t[taken] if isinstance(t, Tensor) and t.shape[0] == rows else t for t in tensors), **settings
+    )
+    for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (whole, some)), strict=True):
+        assert torch.equal(a[taken], b)
+
+
+def test_strided_rows_change_no_bit(kernels_on_cpu: Callable[[], None]) -> None:
+    from h3_kernels import nodes
+
+    kernels_on_cpu()
+    fused = random(6, 3 * 9 * 128)
+    q, k, _ = (part.unflatten(-1, (9, 128)) for part in fused.chunk(3, dim=-1))
+    weight = random(128, seed=1)
+    views = nodes.qk_norm_rope(q, k, weight, weight, None, EPS)
+    copies = nodes.qk_norm_rope(q.contiguous(), k.contiguous(), weight, weight, None, EPS)
+    assert all(torch.equal(a, b) for a, b in zip(views, copies, strict=True))
+    gate, value = fused.chunk(2, dim=-1)
+    assert torch.equal(nodes.swiglu(gate, value), nodes.swiglu(gate.contiguous(), value.contiguous()))
+    assert torch.equal(
+        nodes.rms_norm(q[:, 0], weight, EPS), nodes.rms_norm(q[:, 0].contiguous(), weight, EPS)
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 300])
+def test_row_sums_have_the_bits_of_the_cpu_tree(rows: int) -> None:
+    from h3_kernels.nodes import _order
+    from h3_kernels.triton import sum_rows as kernels
+
+    x = spread(rows, 40)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(2))[: max(1, rows * 2 // 3)]
+    index = torch.arange(rows) * 7 % 3
+    assert torch.equal(kernels.sum_rows(x), _order.sum_rows(x))
+    assert torch.equal(kernels.sum_rows(x, order), _order.sum_rows(x[order]))
+    for some in (None, order):
+        expected = _order.sum_rows_by_index(x, index, 4, some)
+        assert torch.equal(kernels.sum_rows_by_index(x, index, 4, some), expected)
+    if rows == 300:
+        assert not torch.equal(kernels.sum_rows(x.flip(0)), _order.sum_rows(x))
+
+
+def test_a_tree_of_two_levels_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from h3_kernels.nodes import _order
+    from h3_kernels.triton import sum_rows as kernels
+
+    monkeypatch.setattr(kernels, "BLOCK_ROWS", 4)
+    x = spread(70, 40)
+    assert torch.equal(kernels.sum_rows(x), _order.sum_rows(x))
+
+
+def test_no_rows_give_empty_results_and_zero_gradients(kernels_on_cpu: Callable[[], None]) -> None:
+    from h3_kernels import nodes
+
+    kernels_on_cpu()
+    weight = random(192).requires_grad_()
+    y = nodes.rms_norm(random(0, 192).requires_grad_(), weight, EPS)
+    assert y.shape == (0, 192)
+    (grad,) = torch.autograd.grad(y, weight, torch.zeros_like(y))
+    assert torch.equal(grad, torch.zeros_like(weight))
+
+
+DOCUMENTS = (37, 1, 64, 150)
+
+
+def attention_inputs(
+    documents: tuple[int, ...] = DOCUMENTS, heads: int = 2, dims: int = 32
+) -> tuple[Tensor, ...]:
+    rows = sum(documents)
+    q, k, v, dout = (random(rows, heads, dims, seed=s) for s in range(4))
+    return q, k, v, dout, torch.tensor(list(itertools.accumulate(documents, initial=0)), dtype=torch.int32)
+
+
+def run_attention(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: Tensor, longest: int
+) -> tuple[Tensor, ...]:
+    """The portable forward and the backward."""
+    from h3_kernels.triton.attention import attention_forward
+    from h3_kernels.triton.attention_backward import attention_backward
+
+    scale = q.shape[2] ** -0.5
+    out, lse = attention_forward(q, k, v, cu, longest, scale)
+    return out, lse.T, *attention_backward(dout, q, k, v, out, lse, cu, longest, scale)
+
+
+def test_attention_agrees_with_fp64() -> None:
+    q, k, v, dout, cu = attention_inputs()
+    out, lse, dq, dk, dv = run_attention(q, k, v, dout, cu, max(DOCUMENTS))
+    for a, b in itertools.pairwise(cu.tolist()):
+        x = [t[a:b].double().transpose(0, 1).requires_grad_() for t in (q, k, v)]
+        scores = x[0] @ x[1].transpose(1, 2) * q.shape[2] ** -0.5
+        exact = scores.softmax(-1) @ x[2]
+        grads = torch.autograd.grad(exact, x, dout[a:b].double().transpose(0, 1))
+        for found, right in zip((out, dq, dk, dv), (exact, *grads), strict=True):
+            error = (found[a:b].double().transpose(0, 1) - right).norm()
+            assert error <= 8e-3 * right.norm().clamp(min=0.1)
+        assert (lse[a:b].T - scores.logsumexp(-1)).abs().max() < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, at the rows that are NaN
+def test_attention_ignores_heads_documents_and_padding() -> None:
+    """Theorem: a (row, head)'s five results depend on its document and head alone, even beside NaN."""
+    q, k, v, dout, cu = attention_inputs()
+    whole = run_attention(q, k, v, dout, cu, max(DOCUMENTS))
+    one_head = run_attention(*(t[:, 1:].contiguous() for t in (q, k, v, dout)), cu, max(DOCUMENTS))
+    assert all(torch.equal(a[:, 1:], b) for a, b in zip(whole, one_head, strict=True))
+    for a, b in itertools.pairwise(cu.tolist()):
+        alone = run_attention(
+            *(t[a:b] for t in (q, k, v, dout)), torch.tensor([0, b - a], dtype=torch.int32), b - a
+        )
+        assert all(torch.equal(x[a:b], y) for x, y in zip(whole, alone, strict=True))
+    nan = torch.full_like(q[:40], float("nan"))
+    padded = run_attention(
+        *(torch.cat([nan[:3], t, nan]) for t in (q, k, v, dout)),
+        torch.tensor([0, *(cu + 3).tolist(), 3 + int(cu[-1]) + 40], dtype=torch.int32),
+        max(DOCUMENTS),
+    )
+    rows = slice(3, 3 + int(cu[-1]))
+    assert all(torch.equal(a, b[rows]) for a, b in zip(whole, padded, strict=True))
+    joined = run_attention(q, k, v, dout, torch.tensor([0, int(cu[-1])], dtype=torch.int32), int(cu[-1]))
+    assert not torch.equal(whole[0], joined[0]), "documents that are one document must attend to each other"
+
+
+def test_attention_backward_computes_only_what_is_needed() -> None:
+    from h3_kernels.triton.attention import attention_forward
+    from h3_kernels.triton.attention_backward import attention_backward
+
+    q, k, v, dout, cu = attention_inputs((33,))
+    out, lse = attention_forward(q, k, v, cu, 33, 0.2)
+    whole = attention_backward(dout, q, k, v, out, lse, cu, 33, 0.2)
+    for needs in ((True, False, False), (False, True, True), (False, False, True)):
+        some = attention_backward(dout, q, k, v, out, lse, cu, 33, 0.2, needs)
+        assert [g is not None for g in some] == list(needs)
+        assert all(g is None or torch.equal(g, w) for g, w in zip(some, whole, strict=True))
