@@ -1,0 +1,131 @@
+"""Trainer names in, checked source names out: what a weight sync accepts, routes aside, or refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from h3_mapper.backends import Array, backend
+from h3_mapper.check import check_derived
+from h3_mapper.config import H3Config
+from h3_mapper.errors import (
+    AlreadyConvertedError,
+    DtypeError,
+    DuplicateTensorError,
+    MapperError,
+    ShapeError,
+    listed,
+)
+from h3_mapper.plan import derived, tensors
+from h3_mapper.spec import Layout, TensorSpec
+from h3_mapper.wrappers import unwrap
+
+
+class IncompleteSyncError(MapperError):
+    """A sync ended with tensors missing, or was sent names the model does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """A tensor of the model: which component it belongs to and its bare source name."""
+
+    component: str
+    spec: TensorSpec
+
+
+@dataclass(slots=True)
+class Intake:
+    """The accounts of one sync.
+
+    components: the ones expected. round_to_bf16: fp32 values are taken for bf16 parameters and rounded once.
+    passthrough: first name segments that belong to other models and are handed on untouched.
+    lora: adapter tensors found, by the name they came with; copies.
+    """
+
+    config: H3Config
+    source: Layout
+    components: Collection[str]
+    round_to_bf16: bool = False
+    passthrough: Collection[str] = ()
+    lora: dict[str, Array] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+    seen: dict[str, set[str]] = field(default_factory=dict)
+    _specs: Mapping[str, TensorSpec] = field(init=False)
+    _other: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        dropped = derived(self.config, self.source)
+        self._specs = {s.name: s for s in tensors(self.config, self.source) if s.name not in dropped}
+        opposite = Layout.DIFFUSERS if self.source.native else Layout.MODULE
+        self._other = frozenset(s.name for s in tensors(self.config, opposite)) - self._specs.keys()
+        self.seen = {component: set() for component in self.components}
+
+    def passes(self, name: str) -> bool:
+        """Whether the name belongs to another model of the pipeline."""
+        return name.partition(".")[0] in self.passthrough
+
+    def accept(self, name: str, tensor: Array) -> Accepted | None:
+        """Check one tensor in. None if it was routed aside: an adapter's, a recomputed buffer, or no H3 tensor.
+
+        Raises AlreadyConvertedError for the other dialect's names, DuplicateTensorError, ShapeError, DtypeError.
+        """
+        if any(segment.startswith("lora_") for segment in name.split(".")):
+            self.lora[name] = owned(tensor)
+            return None
+        bare = unwrap(name)
+        component = bare.component or (next(iter(self.components)) if len(self.components) == 1 else "")
+        if component not in self.seen:
+            self.extra.append(name)
+            return None
+        if bare.name in derived(self.config, Layout.MODULE):
+            self._check_derived(name, bare.name, tensor)
+            return None
+        spec = self._specs.get(bare.name)
+        if spec is None:
+            if bare.name in self._other:
+                kind = "Diffusers" if self.source.native else "native"
+                raise AlreadyConvertedError(
+                    f"{name}: a {kind} name where {self.source} names are expected; somebody mapped it already, and "
+                    "mapping twice swaps halves back"
+                )
+            self.extra.append(name)
+            return None
+        if bare.name in self.seen[component]:
+            raise DuplicateTensorError(f"{name}: sent twice in one sync; call finish() between syncs")
+        self._check(name, spec, tensor)
+        self.seen[component].add(bare.name)
+        return Accepted(component, spec)
+
+    def _check(self, name: str, spec: TensorSpec, tensor: Array) -> None:
+        shape, dtype = backend(tensor).describe(tensor)
+        if shape != spec.shape:
+            raise ShapeError(f"{name}: shape {list(shape)}; this model has {list(spec.shape)}")
+        rounds = self.round_to_bf16 and (dtype, spec.dtype) == ("F32", "BF16")
+        if dtype != spec.dtype and not rounds:
+            hint = "; allow it with round_to_bf16" if (dtype, spec.dtype) == ("F32", "BF16") else ""
+            raise DtypeError(f"{name}: {dtype}; H3 keeps it in {spec.dtype} and a sync does not cast{hint}")
+
+    def _check_derived(self, name: str, bare: str, tensor: Array) -> None:
+        """A native trainer's rope.inv_freq must hold the formula's bits; a Diffusers trainer's is not state at all."""
+        data = backend(tensor).to_bytes(tensor) if self.source.native else None
+        if data is not None:
+            check_derived(name, data, derived(self.config, Layout.MODULE)[bare], "sync")
+
+    def close(self, partial: bool) -> None:
+        """Raise IncompleteSyncError unless every tensor of every component came, and nothing else did."""
+        missing = [
+            f"{component}.{name}"
+            for component, seen in self.seen.items()
+            for name in self._specs.keys() - seen
+        ]
+        if self.extra or (missing and not partial):
+            raise IncompleteSyncError(
+                f"sync is not the whole model: {len(missing)} missing ({listed(missing, len(missing))}); "
+                f"{len(self.extra)} extra ({listed(self.extra, len(self.extra))})"
+            )
+
+
+def owned(tensor: Any) -> Array:
+    """A copy the caller cannot change."""
+    return tensor.detach().clone() if hasattr(tensor, "detach") else tensor.copy()
