@@ -27,7 +27,11 @@ Replacement = Callable[..., Results]
 
 
 class Tracer(Protocol):
-    """What watches a run. Called after every node, once even when checkpointing runs it again."""
+    """What watches a run: told when a forward begins and after every node, once even under checkpointing."""
+
+    def begin(self, inputs: PackedInputs) -> None:
+        """A forward over ``inputs`` (in the order of rows it will use) starts."""
+        ...
 
     def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
         """``requested`` and ``actual`` name the contract and what computed it; ``outputs`` by slot."""

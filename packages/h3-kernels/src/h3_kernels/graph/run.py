@@ -74,6 +74,8 @@ class PackedDiT:
         keys = {rows: inputs.row_keys(rows) for rows in ("packed", "text", "video", "audio", "time")}
         if settings.sequence is not None and inputs.keys is not None:
             keys["packed"] = LogicalKeys(settings.sequence.shard(inputs.keys.keys))
+        if settings.tracer is not None:
+            settings.tracer.begin(inputs)
         return Session(Run(self.config, weights, inputs, settings, self._inv_freq, keys))
 
 

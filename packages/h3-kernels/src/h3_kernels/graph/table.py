@@ -129,11 +129,13 @@ def _inputs(c: DiTConfig) -> list[Node]:
     return [
         Node("rope", "rope_table", ("positions",), ("rope",)),
         Node("adaln_index", "adaln_index", ("timestep_index", "tags"), ("adaln_index",)),
-        Node(f"{t}.sinusoid", "timestep_sinusoid", ("timesteps",), ("sinusoid",), width=c.freq_dim),
+        Node(
+            f"{t}.sinusoid", "timestep_sinusoid", ("timesteps",), ("sinusoid",), width=c.freq_dim, rows="time"
+        ),
         _linear(f"{t}.proj_in", "sinusoid", ("time_hidden",), c.time_hidden, "time"),
-        Node(f"{t}.act", "silu", ("time_hidden",), ("time_hidden",)),
+        Node(f"{t}.act", "silu", ("time_hidden",), ("time_hidden",), rows="time"),
         _linear(f"{t}.proj_out", "time_hidden", ("time",), c.time_dim, "time", "row_parallel"),
-        Node(f"{t}.out_act", "silu", ("time",), ("time",)),
+        Node(f"{t}.out_act", "silu", ("time",), ("time",), rows="time"),
         _linear("condition_proj", "text", ("t",), c.hidden, "text"),
     ]
 
@@ -207,7 +209,7 @@ def _block(c: DiTConfig, index: int) -> list[Node]:
     table = f"{p}.adaln_proj.linear"
     return [
         _linear(table, "time", ("adaln",), MODALITIES * len(MODULATION) * c.hidden, "time"),
-        Node(f"{p}.adaln_proj", "adaln_parts", ("adaln",), MODULATION, width=MODALITIES),
+        Node(f"{p}.adaln_proj", "adaln_parts", ("adaln",), MODULATION, width=MODALITIES, rows="time"),
         _modulated(f"{p}.norm1", "shift_msa", "scale_msa", "adaln_index", c.norm_eps),
         *_attention(c, f"{p}.attn", "packed", rotary=True),
         Node(f"{p}.attn_residual", "gated_residual", ("x", "gate_msa", "y", "adaln_index"), ("x",)),
@@ -221,11 +223,11 @@ def _final(c: DiTConfig) -> list[Node]:
     p = "final_layer"
     return [
         _linear(f"{p}.adaln_proj.linear", "time", ("adaln",), 2 * c.hidden, "time"),
-        Node(f"{p}.adaln_proj", "adaln_parts", ("adaln",), ("shift", "scale"), width=1),
+        Node(f"{p}.adaln_proj", "adaln_parts", ("adaln",), ("shift", "scale"), width=1, rows="time"),
         _modulated(f"{p}.norm", "shift", "scale", "timestep_index", c.final_norm_eps),
         Node("gather", "gather_rows", ("h", "positions"), ("h",)),
-        Node(f"{p}.video_rows", "select_rows", ("h", "video_positions"), ("video_h",)),
+        Node(f"{p}.video_rows", "select_rows", ("h", "video_positions"), ("video_h",), rows="video"),
         _linear(f"{p}.video_out", "video_h", ("video_velocity",), c.video_width, "video"),
-        Node(f"{p}.audio_rows", "select_rows", ("h", "audio_positions"), ("audio_h",)),
+        Node(f"{p}.audio_rows", "select_rows", ("h", "audio_positions"), ("audio_h",), rows="audio"),
         _linear(f"{p}.audio_out", "audio_h", ("audio_velocity",), c.audio_channels, "audio"),
     ]

@@ -1,0 +1,132 @@
+"""Where two runs part: the first node, step and row, and what differs after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h3_kernels.errors import InputError
+from h3_kernels.trace.record import Output, Step, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first difference. ``step`` is None before the first step; ``row``: first differing row among the
+    active rows of ``node`` (the first row of a run, where several share a digest).
+    """
+
+    step: int | None
+    node: str
+    slot: str
+    row: int | None
+    differing: int
+    rows: int
+    operators: tuple[str, str]
+
+    def __str__(self) -> str:
+        step = "before the first step" if self.step is None else f"step {self.step}"
+        row = "" if self.row is None else f", row {self.row} first, {self.differing} of {self.rows} differ"
+        left, right = self.operators
+        by = "" if left == right else f" ({left} against {right})"
+        return f"{step}: {self.node} [{self.slot}]{row}{by}"
+
+
+class NotComparableError(InputError):
+    """Two traces that cannot be compared row by row."""
+
+
+def divergences(a: Trace, b: Trace) -> Iterator[Divergence]:
+    """Every difference in the order the runs computed: noise, sigmas, then each step's nodes, velocity and
+    latents.
+
+    Nodes that only one trace recorded are passed over. Raises NotComparableError if fingerprints differ, if
+    digests cover different numbers of rows, if a rank's trace was not merged, or if no node is in both.
+    """
+    _check(a, b)
+    yield from _tensors(None, "noise", a.noise, b.noise)
+    yield from _tensors(None, "sigmas", a.sigmas, b.sigmas)
+    for number, (left, right) in enumerate(zip(a.steps, b.steps, strict=False)):
+        for key, output in left.outputs.items():
+            if key in right.outputs:
+                yield from _outputs(number, a.rows_per_digest, output, right.outputs[key])
+        yield from _tensors(number, "velocity", left.velocity, right.velocity)
+        yield from _tensors(number, "latents", left.latents, right.latents)
+    if len(a.steps) != len(b.steps):
+        short = min(len(a.steps), len(b.steps))
+        yield Divergence(short, "steps", "", None, 0, 0, (f"{len(a.steps)} steps", f"{len(b.steps)} steps"))
+
+
+def first_divergence(a: Trace, b: Trace) -> Divergence | None:
+    """The first difference of two runs, or None if everything both recorded is equal. Raises
+    NotComparableError.
+    """
+    return next(divergences(a, b), None)
+
+
+def velocity_drift(a: Trace, b: Trace) -> list[dict[str, float]]:
+    """Largest absolute difference of each stream's velocity, step by step, over the steps both have."""
+    return [
+        {
+            name: float((left.velocity[name].double() - right.velocity[name].double()).abs().amax())
+            for name in left.velocity
+            if name in right.velocity
+        }
+        for left, right in zip(a.steps, b.steps, strict=False)
+    ]
+
+
+def _check(a: Trace, b: Trace) -> None:
+    if a.fingerprint.get("id") != b.fingerprint.get("id"):
+        keys = sorted(
+            k for k in {*a.fingerprint, *b.fingerprint} if a.fingerprint.get(k) != b.fingerprint.get(k)
+        )
+        raise NotComparableError(f"fingerprints of {a.label!r} and {b.label!r} differ in {', '.join(keys)}")
+    if a.rows_per_digest != b.rows_per_digest:
+        raise NotComparableError(
+            f"{a.rows_per_digest} rows share a digest in {a.label!r}, {b.rows_per_digest} in {b.label!r}"
+        )
+    for trace in (a, b):
+        if trace.tp > 1:
+            raise NotComparableError(
+                f"{trace.label!r} is rank {trace.rank} of {trace.tp}; call merge_ranks first"
+            )
+    if (
+        a.steps
+        and b.steps
+        and (a.steps[0].outputs or b.steps[0].outputs)
+        and not _common(a.steps[0], b.steps[0])
+    ):
+        raise NotComparableError(f"no node is in both {a.label!r} and {b.label!r}")
+
+
+def _common(a: Step, b: Step) -> set[tuple[str, str]]:
+    return a.outputs.keys() & b.outputs.keys()
+
+
+def _outputs(step: int, group: int, a: Output, b: Output) -> Iterator[Divergence]:
+    operators = (a.actual, b.actual)
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        described = (f"{list(a.shape)} {a.dtype} by {a.actual}", f"{list(b.shape)} {b.dtype} by {b.actual}")
+        yield Divergence(step, a.node, a.slot, None, 0, 0, described)
+        return
+    where = (a.rows != b.rows).nonzero().squeeze(1)
+    if where.numel():
+        yield Divergence(
+            step, a.node, a.slot, int(where[0]) * group, where.numel(), a.rows.shape[0], operators
+        )
+
+
+def _tensors(step: int | None, kind: str, a: dict[str, Tensor], b: dict[str, Tensor]) -> Iterator[Divergence]:
+    for name in sorted(a.keys() & b.keys()):
+        left, right = a[name], b[name]
+        if left.shape != right.shape or left.dtype != right.dtype:
+            described = (f"{list(left.shape)} {left.dtype}", f"{list(right.shape)} {right.dtype}")
+            yield Divergence(step, kind, name, None, 0, 0, described)
+            continue
+        flat = [t.reshape(t.shape[0], -1).contiguous().view(torch.uint8) for t in (left, right)]
+        where = (flat[0] != flat[1]).any(1).nonzero().squeeze(1)
+        if where.numel():
+            yield Divergence(step, kind, name, int(where[0]), where.numel(), left.shape[0], ("", ""))

@@ -1,0 +1,53 @@
+"""What two runs must share before their bits may be compared: sizes, nodes, contracts, precision, weights,
+scheduler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from h3_kernels.graph import PackedDiT, Settings
+from h3_kernels.graph.operations import requested_operator
+from h3_kernels.trace.digest import digest_of, row_digests
+
+
+def fingerprint(
+    graph: PackedDiT,
+    settings: Settings | None = None,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    **facts: str | int | float,
+) -> dict[str, Any]:
+    """Fingerprint of a model under a contract, JSON values only; ``id`` is a digest of the rest.
+
+    ``weights``: whole tensors by ``module`` name (not a rank's shards); their digests enter the fingerprint.
+    ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. Degrees
+    of parallelism, padding, providers and checkpointing are not part of it: they change no bit.
+    """
+    settings = settings or Settings()
+    document: dict[str, Any] = {
+        "architecture": graph.config.to_mapping(),
+        "contract": settings.contract,
+        "nodes": _hash([[n.name, n.op, requested_operator(n, settings), n.eps] for n in graph.nodes]),
+        "facts": dict(sorted(facts.items())),
+    }
+    if weights is not None:
+        document["weights"] = _hash({name: _tensor(weights[name]) for name in sorted(weights)})
+        dtypes = {name: str(weights[name].dtype).removeprefix("torch.") for name in sorted(weights)}
+        document["precision"] = _hash(dtypes)
+    return {"id": _hash(document), **document}
+
+
+def _tensor(x: Tensor) -> str:
+    rows = row_digests(x if x.dim() else x.reshape(1))
+    return digest_of(rows, x.shape, str(x.dtype))
+
+
+def _hash(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

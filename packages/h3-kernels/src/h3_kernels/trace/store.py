@@ -1,0 +1,98 @@
+"""A trace on disk: ``PATH.json`` for names and operators, ``PATH.safetensors`` for digests and the
+trajectory. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from h3_kernels.errors import InputError
+from h3_kernels.trace.record import Output, Step, Trace
+
+_VERSION = 1
+_SUFFIXES = (".json", ".safetensors")
+
+
+def _files(path: str | os.PathLike[str]) -> tuple[Path, Path]:
+    text = os.fspath(path)
+    for suffix in _SUFFIXES:
+        text = text.removesuffix(suffix)
+    return Path(text + _SUFFIXES[0]), Path(text + _SUFFIXES[1])
+
+
+def save(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write both files of ``trace``. ``path`` may carry either suffix or none.
+
+    The JSON is written last, under a temporary name that is then renamed, so a trace that can be opened is
+    complete.
+    """
+    table: dict[tuple[Any, ...], int] = {}
+    tensors: dict[str, Tensor] = {f"noise.{k}": v for k, v in trace.noise.items()}
+    tensors |= {f"sigmas.{k}": v for k, v in trace.sigmas.items()}
+    steps = []
+    for number, step in enumerate(trace.steps):
+        entries = []
+        for o in step.outputs.values():
+            at = table.setdefault((o.node, o.slot, o.requested, o.actual, o.dtype, o.shape), len(table))
+            entries.append([at, o.rows.shape[0]])
+        steps.append(entries)
+        if entries:
+            tensors[f"rows.{number}"] = torch.cat([o.rows for o in step.outputs.values()])
+        tensors |= {f"velocity.{number}.{k}": v for k, v in step.velocity.items()}
+        tensors |= {f"latents.{number}.{k}": v for k, v in step.latents.items()}
+    fields = ("node", "slot", "requested", "actual", "dtype", "shape")
+    document = {
+        "version": _VERSION,
+        "label": trace.label,
+        "fingerprint": trace.fingerprint,
+        "rows_per_digest": trace.rows_per_digest,
+        "tp": trace.tp,
+        "rank": trace.rank,
+        "outputs": [dict(zip(fields, key, strict=True)) for key in table],
+        "steps": steps,
+    }
+    names, data = _files(path)
+    save_file(tensors or {"empty": torch.zeros(0)}, data)
+    partial = names.with_suffix(".json.partial")
+    partial.write_text(json.dumps(document, sort_keys=True) + "\n")
+    partial.replace(names)
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace. Raises InputError if it is not one or is of another version."""
+    names, data = _files(path)
+    document = json.loads(names.read_text())
+    if document.get("version") != _VERSION:
+        raise InputError(f"{names} is not a trace of version {_VERSION}; it says {document.get('version')!r}")
+    tensors = load_file(data)
+    trace = Trace(
+        document["label"],
+        document["fingerprint"],
+        document["rows_per_digest"],
+        document["tp"],
+        document["rank"],
+        _streams(tensors, "noise."),
+        _streams(tensors, "sigmas."),
+    )
+    for number, entries in enumerate(document["steps"]):
+        step = Step(
+            velocity=_streams(tensors, f"velocity.{number}."), latents=_streams(tensors, f"latents.{number}.")
+        )
+        rows = torch.split(tensors[f"rows.{number}"], [count for _, count in entries]) if entries else ()
+        for (at, _), part in zip(entries, rows, strict=True):
+            fields = dict(document["outputs"][at])
+            fields["shape"] = tuple(fields["shape"])
+            step.outputs[(fields["node"], fields["slot"])] = Output(**fields, rows=part)
+        trace.steps.append(step)
+    return trace
+
+
+def _streams(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
