@@ -40,8 +40,11 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
     then.
     """
     check_operands("row_parallel", x, weight, bias)
+    try:
+        units = parse_parallel_id(contract)
+    except ValueError as error:
+        raise ContractError(f"row_parallel: {error}") from None
     require("row_parallel", legality(contract, n=weight.shape[0], k=weight.shape[1] * tp, tp=tp))
-    units = parse_parallel_id(contract)
     check_collective(collective, tp, rank, units)
     if scatter_rows and x.dim() != 2:
         raise ContractError(

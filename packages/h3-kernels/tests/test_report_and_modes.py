@@ -1,0 +1,70 @@
+"""Binding states, the report and the mode switch."""
+
+import json
+
+import pytest
+from h3_kernels.binding import Bound, External, Probe, Refused, Report
+from h3_kernels.errors import H3KernelsError, ModeError
+from h3_kernels.modes import Mode, resolve_mode
+
+
+@pytest.fixture
+def report():
+    report = Report("rollout")
+    report.add(
+        "blocks.0.attn.qkv_proj", Bound("h3-projection-gemm-v1", "reference", Probe(True, "equal", 64))
+    )
+    report.add("blocks.0.attn", External("SDPA"))
+    report.add("blocks.0.mlp.fc2", Refused("weight is float16"))
+    return report
+
+
+def test_report_prints_every_node_in_order(report):
+    lines = str(report).splitlines()
+    assert lines[0] == "rollout: 1 bound, 1 external, 1 refused"
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["blocks.0.attn.qkv_proj", "bound"],
+        ["blocks.0.attn", "external"],
+        ["blocks.0.mlp.fc2", "refused"],
+    ]
+    assert "h3-projection-gemm-v1 by reference; equal" in lines[1]
+    assert "weight is float16" in lines[3]
+
+
+def test_report_as_json_keeps_every_field(report):
+    document = json.loads(report.to_json())
+    assert document["nodes"][0]["probe"] == {"ok": True, "detail": "equal", "compared": 64}
+    assert [node["state"] for node in document["nodes"]] == ["bound", "external", "refused"]
+    assert document["nodes"][2]["reason"] == "weight is float16"
+
+
+def test_a_node_has_one_binding(report):
+    with pytest.raises(ValueError, match="already external"):
+        report.add("blocks.0.attn", Refused("again"))
+    assert len(report) == 3
+    assert list(report.refused()) == ["blocks.0.mlp.fc2"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "environment", "expected"),
+    [
+        (None, None, Mode.STRICT),
+        (None, "audit", Mode.AUDIT),
+        (None, "", Mode.STRICT),
+        ("off", "audit", Mode.OFF),
+        (Mode.AUDIT, None, Mode.AUDIT),
+    ],
+)
+def test_the_argument_wins_then_the_environment_then_strict(monkeypatch, argument, environment, expected):
+    monkeypatch.delenv("H3_MODE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("H3_MODE", environment)
+    assert resolve_mode(argument) is expected
+
+
+def test_an_unknown_mode_says_where_it_came_from(monkeypatch):
+    monkeypatch.setenv("H3_MODE", "on")
+    with pytest.raises(ModeError, match="H3_MODE mode 'on' is not one of off, strict, audit"):
+        resolve_mode()
+    with pytest.raises(H3KernelsError, match="argument mode 'loose'"):
+        resolve_mode("loose")
