@@ -91,7 +91,11 @@ def test_remove_restores_the_engine_bit_for_bit(model, engine, mode):
 
     request = engine.request()
     methods = {name: layer.quant_method for name, layer in linears(model).items()}
-    reduces = {name: layer.reduce_results for name, layer in linears(model).items() if hasattr(layer, "reduce_results")}
+    reduces = {
+        name: layer.reduce_results
+        for name, layer in linears(model).items()
+        if hasattr(layer, "reduce_results")
+    }
     attributes, lora_apply = set(vars(model)), DiffusionBaseLinearLayerWithLoRA.apply
     before = engine.velocities(model, [request])
     handle = install_h3_rollout(model, mode=mode)
@@ -119,7 +123,9 @@ def test_same_install_again_returns_the_same_handle(model):
         assert handle_of(model) is handle
 
 
-@pytest.mark.parametrize("other", [{"mode": "audit"}, {"contract": "h3-parallel-v1-u4"}, {"scope": "projections"}])
+@pytest.mark.parametrize(
+    "other", [{"mode": "audit"}, {"contract": "h3-parallel-v1-u4"}, {"scope": "projections"}]
+)
 def test_different_install_again_is_refused_and_changes_nothing(model, other):
     with install_h3_rollout(model) as handle:
         methods = {name: layer.quant_method for name, layer in linears(model).items()}

@@ -29,7 +29,9 @@ def refuse(model, match, **arguments):
 
 
 def test_model_of_another_kind():
-    refuse(nn.Linear(2, 2), r"Linear has no module list 'token_refiner\.blocks': expected a MiniMaxH3DiTModel$")
+    refuse(
+        nn.Linear(2, 2), r"Linear has no module list 'token_refiner\.blocks': expected a MiniMaxH3DiTModel$"
+    )
 
 
 def test_pipeline_instead_of_its_transformer(model):
@@ -84,7 +86,9 @@ def test_weights_packed_for_the_cpu(load):
 
 
 def test_weights_not_loaded(engine):
-    refuse(engine.build(device="meta"), r"token_refiner\.blocks\.0\.attn\.qkv_proj: weight is on the meta device")
+    refuse(
+        engine.build(device="meta"), r"token_refiner\.blocks\.0\.attn\.qkv_proj: weight is on the meta device"
+    )
 
 
 def test_cuda_provider_on_cpu_weights(model):
@@ -134,4 +138,7 @@ def test_one_refusal_lists_all_reasons(model):
     del model.blocks[0].attn.qkv_proj
     with pytest.raises(InstallError) as caught:
         install_h3_rollout(model)
-    assert [reason.split(":")[0] for reason in caught.value.reasons] == ["blocks.0.attn.qkv_proj", "blocks.1.mlp.fc2"]
+    assert [reason.split(":")[0] for reason in caught.value.reasons] == [
+        "blocks.0.attn.qkv_proj",
+        "blocks.1.mlp.fc2",
+    ]

@@ -1,0 +1,166 @@
+"""Tensor parallelism: the same bytes at tp 1, 2, 4 and 8, in real gloo groups."""
+
+import pytest
+import torch
+from h3_adapter_vllm import InstallError, install_h3_rollout
+from h3_adapter_vllm.testing import engine as E
+
+pytestmark = pytest.mark.engine
+
+DEGREES = (2, 4, 8)
+
+
+def loaded(path):
+    model = E.build()
+    assert model.load_weights(torch.load(path).items()) == set(model.state_dict())
+    return model
+
+
+def velocities(path, scope, padding=0):
+    """Worker: velocities of one forward, bound to ``scope`` (None: the engine as shipped)."""
+    model = loaded(path)
+    if scope is not None:
+        install_h3_rollout(model, scope=scope)
+    return [t.numpy() for t in E.velocities(model, [E.request()], padding=padding)]
+
+
+def bound_outputs(path, bound):
+    """Worker: every linear on its own, on inputs all degrees share; outputs whole, by name."""
+    model = loaded(path)
+    sites = install_h3_rollout(model, scope="projections")._sites
+    if not bound:
+        model._h3_handle.remove()
+    return {name: whole_output(site) for name, site in sites.items()}
+
+
+def whole_output(site):
+    """The layer's output on all ranks' columns, in the order of the unsharded weight."""
+    from vllm.distributed import tensor_model_parallel_all_gather
+
+    layer, rule = site.layer, site.rule
+    x = torch.randn(6, layer.input_size, generator=torch.Generator().manual_seed(7)).to(layer.weight.dtype)
+    if rule.style == "row" and layer.input_is_parallel:
+        width = layer.input_size_per_partition
+        x = x[:, layer.tp_rank * width : (layer.tp_rank + 1) * width].contiguous()
+    y, _ = layer(x)
+    if rule.style == "column" and not layer.gather_output:
+        y = torch.cat(
+            [tensor_model_parallel_all_gather(part.contiguous()) for part in y.chunk(rule.parts, -1)], -1
+        )
+    return y.float().numpy()
+
+
+def report_of(path):
+    """Worker: the report after a forward, and what the engine's all-reduce was asked for."""
+    from unittest import mock
+
+    from vllm.distributed import get_tp_group
+
+    model = loaded(path)
+    group = get_tp_group()
+    with (
+        install_h3_rollout(model) as handle,
+        mock.patch.object(group, "all_reduce", wraps=group.all_reduce) as spy,
+    ):
+        E.velocities(model, [E.request()])
+        shapes = [tuple(call.args[0].shape) for call in spy.call_args_list]
+        return str(handle.report()), len(handle.report().bound()), shapes
+
+
+def refusals(path):
+    """Worker: messages of installs that do not fit this group."""
+    from h3_kernels.collectives import LocalCollective
+
+    model = loaded(path)
+    messages = []
+    for arguments in ({"tp": 1}, {"collective": LocalCollective()}, {"contract": "h3-parallel-v1-u1"}):
+        with pytest.raises(InstallError) as caught:
+            install_h3_rollout(model, **arguments)
+        messages.append(str(caught.value))
+    model.blocks[0].mlp.fc2.reduce_results = False
+    with pytest.raises(InstallError) as caught:
+        install_h3_rollout(model)
+    return [*messages, str(caught.value)]
+
+
+def fused_collective(path):
+    """Worker: the refusal under vLLM's fused all-reduce and norm."""
+    from vllm.config import get_current_vllm_config
+
+    model = loaded(path)
+    get_current_vllm_config().compilation_config.pass_config.fuse_allreduce_rms = True
+    with pytest.raises(InstallError) as caught:
+        install_h3_rollout(model)
+    return str(caught.value)
+
+
+def different(a, b):
+    return sum(int((x.view("i4") != y.view("i4")).sum()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(scope="module")
+def one(engine, release):
+    """Velocities at tp=1 in this process, by scope."""
+
+    def run(scope):
+        model = engine.build()
+        model.load_weights(release.items())
+        if scope is not None:
+            install_h3_rollout(model, scope=scope)
+        return [t.numpy() for t in engine.velocities(model, [engine.request()])]
+
+    return {scope: run(scope) for scope in (None, "linears", "projections")}
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_velocities_have_the_bytes_of_tp_1(pool, weights, one, tp):
+    """Every linear bound: all ranks return tp=1's velocities bit for bit."""
+    for rank_result in pool.run(velocities, weights, "projections", tp=tp):
+        assert different(rank_result, one["projections"]) == 0
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_without_the_adapter_they_differ(pool, weights, one, tp):
+    """Negative twin, and what binding the block linears alone leaves: the last bits of the engine's fp32 projections."""
+    stock = pool.run(velocities, weights, None, tp=tp)[0]
+    assert different(stock, one[None]) > 50
+    assert max(abs(a - b).max() for a, b in zip(stock, one[None], strict=True)) > 1e-3
+    linears = pool.run(velocities, weights, "linears", tp=tp)[0]
+    assert max(abs(a - b).max() for a, b in zip(linears, one["linears"], strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("tp", DEGREES)
+def test_every_bound_linear_has_the_bytes_of_tp_1(pool, weights, tp):
+    """Node by node, on equal inputs; its twin is the engine's own linears, most of whose row-parallel sums differ."""
+    (expected,) = pool.run(bound_outputs, weights, True, tp=1)
+    for rank_result in pool.run(bound_outputs, weights, True, tp=tp):
+        assert rank_result.keys() == expected.keys()
+        for name, y in rank_result.items():
+            assert different([y], [expected[name]]) == 0, name
+    (stock,) = pool.run(bound_outputs, weights, False, tp=1)
+    sharded = pool.run(bound_outputs, weights, False, tp=tp)[0]
+    rows = [name for name in stock if name.endswith(("out_proj", "fc2", "proj_out"))]
+    assert sum(different([sharded[name]], [stock[name]]) > 0 for name in rows) > len(rows) // 2
+
+
+def test_report_at_tp_names_the_degree_and_the_engine_keeps_no_row_parallel_sum(pool, weights):
+    """The engine's all-reduce serves the time embedder alone ([2 timesteps, 32]); the report says which is whose."""
+    for rank, (text, bound, shapes) in enumerate(pool.run(report_of, weights, tp=4)):
+        assert f"tp=4 rank {rank}" in text
+        assert bound == 16
+        assert shapes == [(2, 32)]
+        assert "time_embedder.proj_out" in text
+
+
+def test_groups_that_do_not_fit_are_refused(pool, weights):
+    for messages in pool.run(refusals, weights, tp=2):
+        degree, collective, units, owned = messages
+        assert "built for tp=2, but tp=1 was asked for" in degree
+        assert "collective is rank 0 of 1, the call says" in collective
+        assert "tp=2 does not divide 1 units" in units
+        assert "blocks.0.mlp.fc2: reduce_results is already False" in owned
+
+
+def test_fused_all_reduce_is_refused(pool, weights):
+    for message in pool.run(fused_collective, weights, tp=2):
+        assert "vLLM pass fuse_allreduce_rms is on" in message
