@@ -50,7 +50,9 @@ def collect(sync, buckets):
         memory = {name: value.copy() for name, value in bucket}
         for name, value in sync.push(memory.items()):
             assert name not in got, f"{name} twice"
-            got[name] = value if not any(np.shares_memory(value, m) for m in memory.values()) else value.copy()
+            got[name] = (
+                value if not any(np.shares_memory(value, m) for m in memory.values()) else value.copy()
+            )
         for value in memory.values():
             value[...] = 7
     return got
@@ -123,7 +125,11 @@ def test_only_incomplete_sets_are_held_and_one_block_at_most_for_ordered_streams
         list(shuffled.push((f"transformer.{name}", values[name]) for name in names))
         held = shuffled.pending
         assert len(held) == (0 if part == "to_v" else TINY.num_layers + TINY.num_refiner_layers)
-    list(shuffled.push((f"transformer.{n}", v) for n, v in values.items() if "attn.to_" not in n or "to_out" in n))
+    list(
+        shuffled.push(
+            (f"transformer.{n}", v) for n, v in values.items() if "attn.to_" not in n or "to_out" in n
+        )
+    )
     shuffled.finish()
 
 
@@ -164,7 +170,9 @@ def test_base_layer_and_inner_fsdp_segments_come_off_and_lora_is_routed():
     blocks = TINY.num_layers + TINY.num_refiner_layers
     assert len(sync.lora) == 2 * blocks
     kept = sync.lora["transformer.transformer_blocks.0.attn.to_q.lora_A.default.weight"]
-    np.testing.assert_array_equal(kept, values["transformer_blocks.0.attn.to_q.weight"][:2])  # not the reused memory
+    np.testing.assert_array_equal(
+        kept, values["transformer_blocks.0.attn.to_q.weight"][:2]
+    )  # not the reused memory
 
 
 def test_inv_freq_is_emitted_once_with_the_released_bits_and_beside_its_component():
@@ -219,9 +227,17 @@ def test_tensors_that_are_native_already_are_refused_not_mapped_twice():
     """R07: the half swap moved from trainer to server; both doing it cancels."""
     native = state(Layout.MODULE)
     with pytest.raises(AlreadyConvertedError, match="swaps halves back"):
-        list(WeightSync(TINY).push([("transformer.blocks.0.mlp.fc1.weight", native["blocks.0.mlp.fc1.weight"])]))
+        list(
+            WeightSync(TINY).push(
+                [("transformer.blocks.0.mlp.fc1.weight", native["blocks.0.mlp.fc1.weight"])]
+            )
+        )
     with pytest.raises(AlreadyConvertedError):
-        list(WeightSync(TINY, source=Layout.MODULE).push([("transformer.transformer_blocks.0.norm1.weight", 0)]))
+        list(
+            WeightSync(TINY, source=Layout.MODULE).push(
+                [("transformer.transformer_blocks.0.norm1.weight", 0)]
+            )
+        )
 
 
 @pytest.mark.parametrize(

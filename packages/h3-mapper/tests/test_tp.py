@@ -80,7 +80,9 @@ def test_shard_equals_the_slice_of_the_full_conversion_and_covers_it(data, tp, s
         if parallel is Parallel.WHOLE:
             assert all(np.array_equal(part, full) for part in parts)
         else:  # every element exactly once over the ranks
-            np.testing.assert_array_equal(np.sort(np.concatenate([p.reshape(-1) for p in parts])), np.sort(full, None))
+            np.testing.assert_array_equal(
+                np.sort(np.concatenate([p.reshape(-1) for p in parts])), np.sort(full, None)
+            )
         if parallel is Parallel.ROW:
             np.testing.assert_array_equal(np.concatenate(parts, 1), full)
 
