@@ -174,10 +174,9 @@ def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> P
     video, audio, text = (places(f"{name}_pos_info") for name in ("img", "audio", "text"))
     cu_seqlens, max_seqlen = documents("packed_seq_params")
     text_cu_seqlens, text_max_seqlen = documents("refiner_packed_seq_params")
-    rows = x.shape[1]
-    # The engine states the longest request; alignment padding is a document too, at most the rest of the
-    # rows.
-    longest = max(max_seqlen, rows - max_seqlen) if cu_seqlens.shape[0] > 2 else rows
+    if cu_seqlens.shape[0] == 3:
+        # One request and its alignment padding, whose document the engine leaves out of max_seqlen_q.
+        max_seqlen = max(max_seqlen, x.shape[1] - max_seqlen)
     return PackedInputs(
         video=x.flatten(0, 1).index_select(0, video),
         audio=audio_x.flatten(0, 1).index_select(0, audio),
@@ -191,7 +190,7 @@ def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> P
         timestep_index=kwargs["inverse_indices"].view(-1).to(device=device, dtype=torch.int64),
         cu_seqlens=cu_seqlens,
         text_cu_seqlens=text_cu_seqlens,
-        max_seqlen=min(longest, rows),
+        max_seqlen=max_seqlen,
         text_max_seqlen=text_max_seqlen,
         keys=keys,
     )
