@@ -179,7 +179,9 @@ _HALF_INF = re.compile(rb"[\x7c-\x7f\xfc-\xff]")
 
 def is_finite(tensor: Tensor) -> bool:
     """False if any value is an infinity or a NaN."""
-    value = raw(tensor)
+    if not isinstance(tensor, Raw):
+        return bool((abs(tensor) < math.inf).all())
+    value = tensor
     data = bytes(value.data)
     if value.dtype == "F16":  # exponent 31: sign and exponent are the six high bits of the high byte
         return _HALF_INF.search(data[1::2]) is None
@@ -193,7 +195,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 def is_zero(tensor: Tensor) -> bool:
     """True if every value is +0 or -0."""
-    value = raw(tensor)
+    if not isinstance(tensor, Raw):
+        return not bool(tensor.any())
+    value = tensor
     data, size = bytes(value.data), ITEMSIZE[value.dtype]
     if data[size - 1 :: size].strip(b"\x00\x80"):
         return False
