@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from h3_adapter_vllm import install_h3_rollout
-from h3_adapter_vllm.testing import engine as E
+from h3_adapter_vllm.testing import engine as tiny
 from h3_kernels.binding import Bound, External
 from h3_kernels.lora import LoraSlice, lora_slices
 from h3_kernels.projection import projection
@@ -248,12 +248,12 @@ def test_the_engines_manager_drives_bound_linears(model, engine, request_, tmp_p
 
 def tuned_velocities(path, mode):
     """Worker: velocities with an adapter on every target; ``mode`` None is the engine as shipped."""
-    model = E.build()
+    model = tiny.build()
     model.load_weights(torch.load(path).items())
     if mode is not None:
         install_h3_rollout(model, scope="projections", mode=mode)
     wrap(model)
-    return [t.numpy() for t in E.velocities(model, [E.request()])]
+    return [t.numpy() for t in tiny.velocities(model, [tiny.request()])]
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])

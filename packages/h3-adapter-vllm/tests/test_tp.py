@@ -3,7 +3,7 @@
 import pytest
 import torch
 from h3_adapter_vllm import InstallError, install_h3_rollout
-from h3_adapter_vllm.testing import engine as E
+from h3_adapter_vllm.testing import engine as tiny
 
 pytestmark = pytest.mark.engine
 
@@ -11,7 +11,7 @@ DEGREES = (2, 4, 8)
 
 
 def loaded(path):
-    model = E.build()
+    model = tiny.build()
     assert model.load_weights(torch.load(path).items()) == set(model.state_dict())
     return model
 
@@ -21,7 +21,7 @@ def velocities(path, scope, padding=0):
     model = loaded(path)
     if scope is not None:
         install_h3_rollout(model, scope=scope)
-    return [t.numpy() for t in E.velocities(model, [E.request()], padding=padding)]
+    return [t.numpy() for t in tiny.velocities(model, [tiny.request()], padding=padding)]
 
 
 def bound_outputs(path, bound):
@@ -62,7 +62,7 @@ def report_of(path):
         install_h3_rollout(model) as handle,
         mock.patch.object(group, "all_reduce", wraps=group.all_reduce) as spy,
     ):
-        E.velocities(model, [E.request()])
+        tiny.velocities(model, [tiny.request()])
         shapes = [tuple(call.args[0].shape) for call in spy.call_args_list]
         return str(handle.report()), len(handle.report().bound()), shapes
 
@@ -121,7 +121,7 @@ def test_velocities_have_the_bytes_of_tp_1(pool, weights, one, tp):
 
 @pytest.mark.parametrize("tp", DEGREES)
 def test_without_the_adapter_they_differ(pool, weights, one, tp):
-    """Negative twin, and what binding the block linears alone leaves: the last bits of the engine's fp32 projections."""
+    """Negative twin; and binding the block linears alone leaves the last bits of the engine's fp32 projections."""
     stock = pool.run(velocities, weights, None, tp=tp)[0]
     assert different(stock, one[None]) > 50
     assert max(abs(a - b).max() for a, b in zip(stock, one[None], strict=True)) > 1e-3

@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from h3_adapter_vllm.errors import H3AdapterError, InstallError, RemoveError, WeightsError
     from h3_adapter_vllm.install import Handle, handle_of, install_h3_rollout
+    from h3_adapter_vllm.weights import load_h3_weights
 
 _HOME = {
     "H3AdapterError": "errors",
@@ -20,6 +21,7 @@ _HOME = {
     "WeightsError": "errors",
     "handle_of": "install",
     "install_h3_rollout": "install",
+    "load_h3_weights": "weights",
 }
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "WeightsError",
     "handle_of",
     "install_h3_rollout",
+    "load_h3_weights",
 ]
 
 

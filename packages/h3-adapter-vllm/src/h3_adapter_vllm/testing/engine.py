@@ -87,7 +87,7 @@ def build(
     device: str = "cpu",
     plain_linears: bool = True,
 ) -> MiniMaxH3DiTModel:
-    """A ``MiniMaxH3DiTModel`` of ``config`` for the current tp group, weights not yet set; sizes it lacks are the release's.
+    """A ``MiniMaxH3DiTModel`` for the current tp group, weights not yet set; sizes ``config`` lacks are the release's.
 
     ``plain_linears=False`` leaves the linears as their constructor does: on a CPU they then run only after
     ``quant_method.process_weights_after_loading``.
