@@ -5,7 +5,8 @@ import random
 import struct
 from pathlib import Path
 
-from h3_mapper import H3Config, Layout, tensors
+import pytest
+from h3_mapper import H3Config, Layout, MapperError, convert, tensors
 from hypothesis import strategies as st
 
 TINY = H3Config(
@@ -162,3 +163,25 @@ def reference_native(held: dict[str, tuple[str, list[int], bytes]], config: H3Co
             result[new] = (dtype, shape, data)
     result["rope.inv_freq"] = ("F32", [config.rope_freq_dim], config.inv_freq())
     return result
+
+
+def snapshot(root: Path) -> dict[str, bytes | str]:
+    """Every path under `root` with its content: two equal snapshots mean nothing was written."""
+    return {
+        str(path.relative_to(root)): path.read_bytes() if path.is_file() else "folder"
+        for path in sorted(root.rglob("*"))
+    }
+
+
+def refused(
+    error: type[MapperError], match: str, source: Path, to: Layout = Layout.RELEASE, **options: object
+):
+    """`convert` refuses `source` with exactly this class and message, and writes nothing beside it."""
+    root = source.parent
+    before = snapshot(root)
+    destination = options.pop("destination", root / "never")
+    with pytest.raises(MapperError, match=match) as caught:
+        convert(source, destination, to, **options)
+    assert type(caught.value) is error
+    assert "\n" not in str(caught.value)
+    assert snapshot(root) == before

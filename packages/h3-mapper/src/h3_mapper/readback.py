@@ -39,7 +39,7 @@ def read_back(path: Path, expected: OutFile) -> None:
 @contextmanager
 def _array_library() -> Iterator[None]:
     """safe_open imports an array library even to list names; where numpy is not installed, an empty module does."""
-    if "numpy" in sys.modules or importlib.util.find_spec("numpy"):
+    if sys.modules.get("numpy") or importlib.util.find_spec("numpy"):
         yield
         return
     sys.modules["numpy"] = types.ModuleType("numpy")

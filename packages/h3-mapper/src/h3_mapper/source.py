@@ -25,8 +25,13 @@ from h3_mapper.errors import (
 )
 from h3_mapper.safetensors_io import Entry, Header, parse_json, read_header
 
-PARTITIONS = ("transformer", "transformer_ref", "FL2VA/transformer", "Ref2VA/transformer")
-"""Where a root keeps its transformers: Diffusers repositories, then the release's."""
+PARTITIONS = {
+    "transformer": "FL2VA",
+    "transformer_ref": "Ref2VA",
+    "FL2VA/transformer": "FL2VA",
+    "Ref2VA/transformer": "Ref2VA",
+}
+"""Where a root keeps its transformers (Diffusers repositories, then the release's) -> which partition it is."""
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 MAX_JSON = 16 * 1024 * 1024

@@ -12,6 +12,7 @@ from h3_mapper.digest import Digest
 from h3_mapper.errors import MapperError, SourceError, listed
 from h3_mapper.identify import Identified, identified_all
 from h3_mapper.manifest import AtomDigest, Manifest, compute, digests_of, read_manifest
+from h3_mapper.source import PARTITIONS
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
@@ -92,7 +93,9 @@ def _misstated(
                 found, layout=Layout.MODULE if found.layout is Layout.RELEASE else Layout.RELEASE
             )
             digests = digests_of(swapped, [name], result.algorithm, threads=1)
-            facing = other.get(component) or next(iter(other.values()))
+            facing = _by_partition(other).get(PARTITIONS.get(component, component)) or next(
+                iter(other.values())
+            )
             if all(facing.atoms[atom].digest == digest for atom, digest in digests.items()):
                 return (
                     f"{path}: its qkv_proj rows agree if it is read as {swapped.layout}, not {found.layout}"
@@ -107,15 +110,20 @@ def _index(path: Path) -> bool:
 def _compared(a: Mapping[str, Manifest], b: Mapping[str, Manifest], algorithm: Digest) -> Verified:
     if len(a) == len(b) == 1:
         pairs = [(next(iter(b)), next(iter(a.values())), next(iter(b.values())))]
-    elif a.keys() == b.keys():
-        pairs = [(name, a[name], b[name]) for name in a]
     else:
-        raise SourceError(f"the two roots hold different partitions: {listed(a)} and {listed(b)}")
+        left, right = _by_partition(a), _by_partition(b)
+        if left.keys() != right.keys():
+            raise SourceError(f"the two roots hold different partitions: {listed(left)} and {listed(right)}")
+        pairs = [(name, left[name], right[name]) for name in left]
     differences = tuple(d for name, left, right in pairs for d in _differences(name, left.atoms, right.atoms))
     first = pairs[0]
     return Verified(
         sum(len(p[1].atoms) for p in pairs), algorithm, (first[1].layout, first[2].layout), differences
     )
+
+
+def _by_partition(side: Mapping[str, Manifest]) -> dict[str, Manifest]:
+    return {PARTITIONS.get(name, name): manifest for name, manifest in side.items()}
 
 
 def _differences(
