@@ -148,18 +148,18 @@ def install_h3_training(
     Args:
         model: The model, its weights loaded, in the checkpoint's dtypes.
         mode: strict, audit or off (nothing is touched). The environment variable `H3_MODE` overrides it.
-        overlay: Nodes left on Diffusers' arithmetic, to learn what each one costs or which one breaks parity: names or
-            shell patterns of names, as the report lists them. In scope `model` also a mapping from names to
-            replacements `f(strict, *inputs) -> outputs` (`h3_kernels.graph.Settings`).
+        overlay: Nodes left on Diffusers' arithmetic, to learn what each one costs or which one breaks
+            parity: names or shell patterns of names, as the report lists them. In scope `model` also a
+            mapping from names to replacements `f(strict, *inputs) -> outputs` (`h3_kernels.graph.Settings`).
         tp: The result of `tensor_parallel.shard`, if the model is sharded.
         contract: Row-parallel contract id. The rollout must state the same.
         provider: A provider of h3-kernels by name, or "auto".
-        scope: "linears" for the six linears of every block, "projections" for every linear, "model" for every node.
-            The rollout must be bound to the same.
+        scope: "linears" for the six linears of every block, "projections" for every linear, "model" for
+            every node. The rollout must be bound to the same.
 
     Raises:
-        InstallError: With every reason: missing modules, quantised or wrong-dtype weights, foreign sharding or hooks,
-            adapters the rollout could not serve, an earlier install that differs.
+        InstallError: With every reason: missing modules, quantised or wrong-dtype weights, foreign sharding
+            or hooks, adapters the rollout could not serve, an earlier install that differs.
         ModeError: `mode` or `H3_MODE` is not one of the three words.
     """
     settings = Settings(
