@@ -38,6 +38,20 @@ def _define(signature: str, kernel: Callable[..., Tensor], fake: Callable[..., T
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 
 
+def rows_of(t: Tensor) -> Tensor:
+    """[T, K] of t [..., K]; a vector is one row."""
+    return t.reshape(-1, t.shape[-1])
+
+
+def _with_rows_of(y: Tensor, x: Tensor) -> Tensor:
+    """[..., N] of y [T, N] with the leading dimensions of x [..., K]. Not a view to autograd: the op made the
+    tensor."""
+    if x.dim() == 2:
+        return y
+    reshaped: Tensor = torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])
+    return reshaped
+
+
 # Column-parallel: qkv_proj, fc1 and every projection that is not sharded.
 
 
@@ -56,12 +70,14 @@ def column_parallel(  # noqa: PLR0913, PLR0917  # an op has no keyword objects
     """y [T, N]: one chain per element. ``units`` is the rank's share of the units of dX."""
     if gather_rows:
         x = by_name(collective).all_gather_rows(x, gather_rows)
-    return tree_gemm(x, weight, units=1, out_dtype=out_dtype, bias=bias, provider=provider)
+    y = tree_gemm(rows_of(x), weight, units=1, out_dtype=out_dtype, bias=bias, provider=provider)
+    return _with_rows_of(y, x)
 
 
 def _column_parallel_fake(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
     *_, gather_rows, out_dtype, _, _ = settings
-    return x.new_empty(gather_rows or x.shape[0], weight.shape[0], dtype=out_dtype)
+    rows = (gather_rows,) if gather_rows else x.shape[:-1]
+    return x.new_empty(*rows, weight.shape[0], dtype=out_dtype)
 
 
 def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -80,8 +96,8 @@ def _column_backward(ctx: Any, dy: Tensor) -> Grads:
     if need_x:
         dx = ops.input_grad(dy, weight, parts, units, bool(gather_rows), provider, collective)
     if need_weight:
-        rows = ops.gather_rows(x, gather_rows, collective) if gather_rows else x
-        dw = ops.weight_grad(dy, rows, order, provider)
+        whole = ops.gather_rows(x, gather_rows, collective) if gather_rows else x
+        dw = ops.weight_grad(dy, whole, order, provider)
     if need_bias:
         db = ops.bias_grad(dy, order, ctx.bias_dtype, provider)
     return dx, dw, db, *[None] * 7
@@ -101,15 +117,18 @@ def row_parallel(
     collective: str,
 ) -> Tensor:
     """y [T, N], or the rank's rows of it: ``units`` chains per element, the tree, one rounding."""
-    if not collective:
-        return tree_gemm(x, weight, units=units, out_dtype=x.dtype, bias=bias, provider=provider)
-    root = tree_gemm(x, weight, units=units, out_dtype=torch.float32, provider=provider)
-    return _reduce(root, bias, x.dtype, scatter_rows, collective)
+    rows = rows_of(x)
+    if collective:
+        root = tree_gemm(rows, weight, units=units, out_dtype=torch.float32, provider=provider)
+        y = _reduce(root, bias, x.dtype, scatter_rows, collective)
+    else:
+        y = tree_gemm(rows, weight, units=units, out_dtype=x.dtype, bias=bias, provider=provider)
+    return y if scatter_rows else _with_rows_of(y, x)
 
 
 def _row_parallel_fake(x: Tensor, weight: Tensor, *settings: Any) -> Tensor:
     *_, scatter_rows, _, collective = settings
-    return x.new_empty(_own_rows(x.shape[0], scatter_rows, collective), weight.shape[0])
+    return x.new_empty(*_own_rows(x, scatter_rows, collective), weight.shape[0])
 
 
 def _row_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -155,7 +174,7 @@ def _input_grad(
 def _input_grad_fake(
     dy: Tensor, weight: Tensor, parts: Any, units: int, scatter_rows: bool, provider: str, collective: str
 ) -> Tensor:
-    return dy.new_empty(_own_rows(dy.shape[0], scatter_rows, collective), weight.shape[1])
+    return dy.new_empty(*_own_rows(dy, scatter_rows, collective), weight.shape[1])
 
 
 def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
@@ -163,7 +182,8 @@ def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
     view."""
     if len(parts) == 1:
         return t
-    blocks = t.reshape(*t.shape[:dim], len(parts), units, -1, *t.shape[dim + 1 :])
+    width = t.shape[dim] // (len(parts) * units)
+    blocks = t.reshape(*t.shape[:dim], len(parts), units, width, *t.shape[dim + 1 :])
     if list(parts) != sorted(parts):
         blocks = blocks.index_select(dim, torch.tensor(parts, device=t.device))
     return blocks.transpose(dim, dim + 1).flatten(dim, dim + 2)
@@ -171,17 +191,19 @@ def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
 
 def _weight_grad(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
     """dW [N, K] = dy^T x, one chain over the rows in ``order``; rows already in order are read in place."""
+    dy, x = rows_of(dy), rows_of(x)
     if order is not None:
         dy, x = dy.index_select(0, order), x.index_select(0, order)
     return tree_gemm(dy.t(), x.t(), units=1, out_dtype=x.dtype, provider=provider)
 
 
 def _weight_grad_fake(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
-    return x.new_empty(dy.shape[1], x.shape[1])
+    return x.new_empty(dy.shape[-1], x.shape[-1])
 
 
 def _bias_grad(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provider: str) -> Tensor:
     """dbias [N] = dy^T 1: the chain of dW against a column of ones, whose products are exact."""
+    dy = rows_of(dy)
     if order is not None:
         dy = dy.index_select(0, order)
     ones = dy.new_ones(1, dy.shape[0])
@@ -189,7 +211,7 @@ def _bias_grad(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provider: s
 
 
 def _bias_grad_fake(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provider: str) -> Tensor:
-    return dy.new_empty(dy.shape[1], dtype=dtype)
+    return dy.new_empty(dy.shape[-1], dtype=dtype)
 
 
 # The LoRA term.
@@ -236,12 +258,13 @@ def _reduce(
     return reduce(root, bias=bias, out_dtype=dtype)
 
 
-def _own_rows(rows: int, scatter_rows: bool, collective: str) -> int:
+def _own_rows(t: Tensor, scatter_rows: bool, collective: str) -> tuple[int, ...]:
+    """Leading dimensions of what a linear gives for t [..., K]."""
     if not scatter_rows:
-        return rows
+        return tuple(t.shape[:-1])
     exchange = by_name(collective)
-    start, stop = row_range(rows, exchange.world_size, exchange.rank)
-    return stop - start
+    start, stop = row_range(t.shape[0], exchange.world_size, exchange.rank)
+    return (stop - start,)
 
 
 def _gather_rows(rows: Tensor, total: int, collective: str) -> Tensor:

@@ -113,6 +113,10 @@ class BackwardSession:
     def _reduce(self, parameter: _Parameter) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = parameter.weight, parameter.bias
         for t in (weight, bias):
+            if t is not None and t.untyped_storage().nbytes() == 0 < t.numel():
+                raise SessionError(
+                    f"{self._name(t)} was freed or sharded during the session; keep parameters whole"
+                )
             if t is not None and t.grad is not None:
                 raise SessionError(
                     f"{self._name(t)} already has a gradient; clear it before the session (set_to_none)"

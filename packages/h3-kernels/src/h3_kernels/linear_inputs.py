@@ -35,13 +35,3 @@ def require(name: str, verdict: Legal | Rejected) -> None:
     """Raise ContractError with the reason of a rejection."""
     if isinstance(verdict, Rejected):
         raise ContractError(f"{name}: {verdict.reason}")
-
-
-def flatten_rows(x: Tensor) -> Tensor:
-    """[T, K] of x [..., K]; a vector is one row."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def unflatten_rows(y: Tensor, x: Tensor) -> Tensor:
-    """[..., N] of y [T, N], with the leading dimensions of x [..., K]."""
-    return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -53,7 +53,7 @@ class ColumnCall:
 
     def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
         """dX over all weights, one tree, one rounding."""
-        dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=1)
+        dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=-1)
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         settings = (self.parts, self.units, bool(self.gather_rows), self.provider, self.collective)
         dx: Tensor = torch.ops.h3_kernels.input_grad(dy, weight, *settings)
@@ -113,7 +113,7 @@ class _Linears(torch.autograd.Function):
                 session.expect(weight, bias, call.keys, call.provider)
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in biases]
         ctx.save_for_backward(x, *weights)
-        return tuple(call.forward(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(call.op(x, w, b) for w, b in ctx.parameters)
 
     @staticmethod
     @once_differentiable
@@ -125,7 +125,7 @@ class _Linears(torch.autograd.Function):
         if session is not None:
             for (weight, bias), dy in zip(ctx.parameters, dys, strict=True):
                 if trains(weight, bias):
-                    session.record(weight, call.keys, dy, rows)
+                    session.record(weight, call.keys, autograd.rows_of(dy), autograd.rows_of(rows))
             return None, None, dx, *[None] * (2 * len(weights))
         need_weights, need_biases = _split(ctx.needs_input_grad[3:])
         order = None if call.keys is None else call.keys.order

@@ -18,7 +18,7 @@ from torch import Tensor
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import UNITS
 from h3_kernels.errors import InputError
-from h3_kernels.linear_inputs import check_operands, flatten_rows, unflatten_rows
+from h3_kernels.linear_inputs import check_operands
 from h3_kernels.linears import ColumnCall, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
 from h3_kernels.projection import Keys, input_grad_units, projection
@@ -157,9 +157,8 @@ def _expand(
         provider=provider,
         collective=name_of(style.collective) if column else "",
     )
-    term = apply_linear(call, flatten_rows(h), b, None)
-    y: Tensor = torch.ops.h3_kernels.scaled_add(flatten_rows(base_out), term, float(scaling))
-    return unflatten_rows(y, base_out)
+    y: Tensor = torch.ops.h3_kernels.scaled_add(base_out, apply_linear(call, h, b, None), float(scaling))
+    return y
 
 
 def _check_out(name: str, x: Tensor, base_out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import PROJECTION, UNITS, legality
 from h3_kernels.errors import CollectiveError, InputError
-from h3_kernels.linear_inputs import check_operands, flatten_rows, require, unflatten_rows
+from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import ColumnCall, apply_group, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
 
@@ -58,9 +58,9 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
         raise CollectiveError(
             f"projection: gather_rows needs tp above 1 and x [T, K]; got tp={tp}, {list(x.shape)}"
         )
-    rows = flatten_rows(x)
+    rows = x.numel() // max(x.shape[-1], 1)
     call = ColumnCall(
-        keys=_checked_keys(logical_keys, rows.shape[0] if gather_rows is None else gather_rows),
+        keys=_checked_keys(logical_keys, rows if gather_rows is None else gather_rows),
         parts=list(parts),
         units=input_grad_units(n, len(parts)) // tp,
         gather_rows=gather_rows or 0,
@@ -68,8 +68,7 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
         provider=provider,
         collective=name_of(collective),
     )
-    y = apply_linear(call, rows, weight, bias)
-    return y if gather_rows is not None else unflatten_rows(y, x)
+    return apply_linear(call, x, weight, bias)
 
 
 def projection_group(
@@ -102,9 +101,9 @@ def projection_group(
     parts, n = len(weights), weights[0].shape[0] * len(weights) * tp
     require("projection_group", legality(PROJECTION, n=n, k=x.shape[-1], tp=tp, parts=parts))
     check_collective(collective, tp, rank, UNITS)
-    rows = flatten_rows(x)
+    rows = x.numel() // max(x.shape[-1], 1)
     call = ColumnCall(
-        keys=_checked_keys(logical_keys, rows.shape[0]),
+        keys=_checked_keys(logical_keys, rows),
         parts=list(range(parts)),
         units=input_grad_units(n, parts) // tp,
         gather_rows=0,
@@ -112,7 +111,7 @@ def projection_group(
         provider=provider,
         collective=name_of(collective),
     )
-    return tuple(unflatten_rows(y, x) for y in apply_group(call, rows, weights, biases))
+    return apply_group(call, x, weights, biases)
 
 
 def input_grad_units(n: int, parts: int) -> int:

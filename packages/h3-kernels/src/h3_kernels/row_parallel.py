@@ -5,7 +5,7 @@ from torch import Tensor
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import UNITS, legality, parallel_id, parse_parallel_id
 from h3_kernels.errors import ContractError
-from h3_kernels.linear_inputs import check_operands, flatten_rows, require, unflatten_rows
+from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import RowCall, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
 
@@ -50,10 +50,9 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
         raise ContractError(
             f"row_parallel: scatter_rows needs x [T, K], got {list(x.shape)}; flatten it first"
         )
-    rows = flatten_rows(x)
+    rows = x.numel() // max(x.shape[-1], 1)
     keys = as_logical_keys(logical_keys)
     if keys is not None:
-        keys.check_rows(rows.shape[0])
+        keys.check_rows(rows)
     call = RowCall(keys, units // tp, scatter_rows, provider, name_of(collective))
-    y = apply_linear(call, rows, weight, bias)
-    return y if scatter_rows else unflatten_rows(y, x)
+    return apply_linear(call, x, weight, bias)
