@@ -124,8 +124,7 @@ def test_error_to_fp64_is_not_above_the_engines(name, magnitude):
     # 3%: two exact roundings of the same values differ by that much over a few thousand elements.
     worse = [(m, t) for m, t in zip(mine, theirs, strict=True) if m > 1.03 * t]
     assert not worse, f"{name}: our error above the engine's: {worse}"
-    # bf16 rounds with a relative error of 1.7e-3 on average: nothing here may lose more than one rounding (the q and k of
-    # a rotation share it between two terms).
+    # Rounding to bf16 alone has a relative error of about 1.7e-3: no node may lose much more.
     assert max(mine[: len(mine) - len(inputs)]) < 2.5e-3
 
 
