@@ -1,0 +1,42 @@
+// The C ABI that extension.py calls through ctypes: plain pointers and integers, no torch header, so one build serves
+// every torch version. Every function returns 0 or a code that h3_error_text explains. Mirrored in extension.py.
+#pragma once
+#include <stdint.h>
+
+extern "C" {
+
+typedef struct {
+  const void* a;  // bf16 [m, k], or its transpose [k, m] when a_transposed
+  const void* b;  // bf16 [n, k], or its transpose [k, n] when b_transposed
+  void* y;        // [m, n], bf16 or fp32
+  const void* bias;
+  int64_t m, n, k;
+  int64_t a_stride, b_stride, y_stride;  // elements between rows of the arrays as stored
+  int32_t a_transposed, b_transposed;
+  int32_t y_is_float, bias_is_float;
+  int32_t units;
+  int32_t config;  // index into the table that h3_sm90_config describes
+  int32_t split;   // units per cut of a streamed tile; 0 never cuts a tile
+  int32_t band;    // tile rows per raster band
+  void* scratch;   // at least h3_sm90_scratch() bytes, 16-byte aligned
+  void* flags;     // at least h3_sm90_flag_bytes() bytes, zero before the first call; every launch leaves them zero
+} H3Gemm;
+
+typedef struct {
+  int32_t tile_m, tile_n, tree, cluster, a_transposed, b_transposed, stages, shared_bytes;
+} H3Config;
+
+int h3_sm90_config_count(void);
+int h3_sm90_config(int index, H3Config* out);
+int h3_sm90_scratch(const H3Gemm* call, int clusters, int64_t* bytes, int32_t* nodes);
+int64_t h3_sm90_flag_bytes(void);
+int h3_sm90_clusters(int config, int* clusters);  // how many clusters of this config the current device holds at once
+int h3_sm90_gemm(const H3Gemm* call, void* stream);
+
+// y[i] = round(tree over u of partials[u][i]); partials fp32 [units, rows, n] contiguous.
+int h3_tree_reduce(const void* partials, void* y, const void* bias, int64_t rows, int64_t n, int64_t y_stride,
+                   int32_t units, int32_t y_is_float, int32_t bias_is_float, void* stream);
+
+int h3_capture_id(void* stream, unsigned long long* id);  // 0 when the stream is not being captured
+const char* h3_error_text(int code);
+}
