@@ -29,6 +29,8 @@ from h3_kernels.graph import (
 )
 from h3_kernels.graph.operations import requested_operator
 from h3_kernels.modes import Mode
+from h3_kernels.trace import fingerprint
+from h3_mapper.apply import diffusers_to_native
 from torch import Tensor, nn
 
 from h3_adapter_diffusers import provider_ops
@@ -38,7 +40,7 @@ from h3_adapter_diffusers.graph_lora import lora_replacements
 from h3_adapter_diffusers.linear_binding import fused_flags, restore
 from h3_adapter_diffusers.method import Settings
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
-from h3_adapter_diffusers.weights import native_names, weights_view
+from h3_adapter_diffusers.weights import base_state, native_names, weights_view
 
 Outputs = tuple[Tensor, ...]
 Replacement = Callable[..., Outputs]
@@ -119,6 +121,16 @@ class GraphBinding:
         """What audit mode has seen, per node that computes something."""
         rows = (auditor.row(name) for name, auditor in self._auditors.items())
         return [row for row in rows if row.compared]
+
+    def fingerprint(self, *, weights: bool, **facts: str | int | float) -> dict[str, Any]:
+        """See `Handle.fingerprint`."""
+        config: Any = self._model.config
+        tensors = (
+            diffusers_to_native(base_state(self._model), layout="module", config=dict(config))
+            if weights
+            else None
+        )
+        return fingerprint(self._dit, self._graph_settings({}), weights=tensors, **facts)
 
     @contextmanager
     def tracing(self, tracer: Tracer) -> Iterator[None]:

@@ -84,16 +84,27 @@ class Handle:
 
     @contextmanager
     def trace(self, tracer: Tracer) -> Iterator[None]:
-        """Let `tracer` see every node of the forwards in the block.
+        """Let `tracer` (`h3_kernels.trace.Recorder`) see every node of the forwards in the block.
 
         Raises BoundModelError in a scope other than `model`: only there is every node ours to watch.
         """
+        with self._graph().tracing(tracer):
+            yield
+
+    def fingerprint(self, *, weights: bool = False, **facts: str | int | float) -> dict[str, Any]:
+        """What another run must share before its trace may be compared (`h3_kernels.trace.fingerprint`).
+
+        `weights` digests every base parameter; `facts` are what else must agree. Raises BoundModelError in a
+        scope other than `model`.
+        """
+        return self._graph().fingerprint(weights=weights, **facts)
+
+    def _graph(self) -> GraphBinding:
         if isinstance(self._binding, LinearBinding):
             raise BoundModelError(
-                f"scope {self.settings.scope} binds linears, so there are no nodes to trace; install with scope='model'"
+                f"scope {self.settings.scope} binds linears, so there is no graph to trace; install with scope='model'"
             )
-        with self._binding.tracing(tracer):
-            yield
+        return self._binding
 
     def remove(self) -> None:
         """Restore Diffusers' own forwards. A second call does nothing.

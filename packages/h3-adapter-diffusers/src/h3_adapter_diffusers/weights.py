@@ -63,6 +63,19 @@ def weights_view(model: nn.Module) -> ModuleWeights:
     return ModuleWeights(DiffusersTensors(model))
 
 
+def base_state(model: Any) -> dict[str, Tensor]:
+    """The base parameters of a model by their bare Diffusers names, whatever PEFT has wrapped; not copied.
+
+    What a weight sync sends and h3-mapper converts: no `.base_layer`, no `lora_`, no fused copy.
+    """
+    state = {}
+    for name in spans(H3Config.from_mapping(dict(model.config)), Layout.DIFFUSERS):
+        linear, _, kind = name.rpartition(".")
+        parent, _, attribute = linear.rpartition(".")
+        state[name] = getattr(base_of(model.get_submodule(parent)._modules[attribute]), kind).detach()
+    return state
+
+
 def native_names(model: Any) -> dict[str, str]:
     """Diffusers module name -> the graph's node: `blocks.0.attn.qkv_proj` for
     `transformer_blocks.0.attn.to_k`."""
