@@ -193,7 +193,7 @@ class ThreadCollective:
 
 
 def on_threads(tp: int, work: Callable[[int, ThreadCollective], Any]) -> list[Any]:
-    """``work(rank, collective)`` on ``tp`` threads; results in rank order. Raises what the first rank to fail raised."""
+    """``work(rank, collective)`` on ``tp`` threads; results by rank. Raises what the first rank to fail raised."""
     room = {"slots": [None] * tp, "barrier": threading.Barrier(tp)}
     collectives = [ThreadCollective(room, rank) for rank in range(tp)]
     results, errors = [None] * tp, []
