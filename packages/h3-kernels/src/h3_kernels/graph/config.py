@@ -62,7 +62,7 @@ class DiTConfig:
 
     def to_mapping(self) -> dict[str, Any]:
         """The sizes as plain JSON values, sorted by name."""
-        return dict(sorted(asdict(self).items()))
+        return dict(sorted((asdict(self) | {"patch": list(self.patch)}).items()))
 
 
 # Diffusers 0.42 (MiniMaxH3Transformer3DModel) first, vLLM-Omni 0.30 (MiniMaxH3DiTArchConfig) where it

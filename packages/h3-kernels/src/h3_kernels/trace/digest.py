@@ -17,7 +17,8 @@ from torch import Tensor
 
 from h3_kernels.errors import InputError
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Eight-byte values are two columns: a sign bit times any odd factor would be the same 2**63 in every column.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # 2**64 / golden ratio and a second odd constant, as signed 64-bit numbers.
 _STEP, _MIX = -7046029254386353131, -4417276706812531889
 _BLOCK_ELEMENTS = 1 << 24
@@ -31,13 +32,11 @@ def row_digests(x: Tensor, first_column: int = 0) -> Tensor:
     """
     if x.dim() == 0:
         raise InputError("row_digests: a scalar has no rows; expected [rows, ...]")
-    flat = x.detach().reshape(x.shape[0], -1)
-    factors = _column_factors(first_column, flat.shape[1], x.device)
+    flat = x.detach().reshape(x.shape[0], -1).contiguous().view(_BITS[x.element_size()])
+    wide = x.element_size() // flat.element_size()
+    factors = _column_factors(first_column * wide, flat.shape[1], x.device)
     rows = max(1, _BLOCK_ELEMENTS // max(1, flat.shape[1]))
-    bits = _BITS[x.element_size()]
-    blocks = [
-        (block.contiguous().view(bits).to(torch.int64) * factors).sum(1) for block in torch.split(flat, rows)
-    ]
+    blocks = [(block.to(torch.int64) * factors).sum(1) for block in torch.split(flat, rows)]
     return torch.cat(blocks).cpu() if blocks else torch.zeros(0, dtype=torch.int64)
 
 
