@@ -89,7 +89,7 @@ def problems(rows: int) -> Iterator[tuple[str, Problem]]:
     act = 2 * rows * HEADS * DIM * 2
     yield "qk_norm_rope", Problem(
         QK_NORM_ROPE, (*t, None), nodes_peers.qk_norm_rope, t,
-        2 * act, 3 * act, {"eps": EPS},
+        2 * act, 3 * act, {"eps": EPS, "groups": 8},
     )  # fmt: skip
     t = random(rows, 2 * FFN).chunk(2, dim=-1)
     act = rows * FFN * 2

@@ -251,10 +251,10 @@ def test_attention_error_is_that_of_stock(provider: str) -> None:
     heads = [t.transpose(0, 1)[None].detach().requires_grad_() for t in x]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
         out = scaled_dot_product_attention(*heads[:3])
-    theirs = [out, *torch.autograd.grad(out, heads[:3], heads[3])]
+    theirs = [out.detach(), *torch.autograd.grad(out, heads[:3], heads[3].detach())]
     wide = [t.double().detach().requires_grad_() for t in heads]
     exact = (wide[0] @ wide[1].transpose(2, 3) * DIM**-0.5).softmax(-1) @ wide[2]
-    right = [exact, *torch.autograd.grad(exact, wide[:3], wide[3])]
+    right = [exact.detach(), *torch.autograd.grad(exact, wide[:3], wide[3].detach())]
     for found, other, truth in zip(ours, theirs, right, strict=True):
         mine = relative_error(found.transpose(0, 1)[None], truth)
         assert mine <= 1.1 * relative_error(other, truth)

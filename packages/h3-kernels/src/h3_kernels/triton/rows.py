@@ -21,8 +21,9 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK = 1024
-"""Columns added lane by lane: 128 threads of 8 bf16 columns (16 bytes) each. 5376 is 5 chunks and a quarter."""
+CHUNK = 2048
+"""Columns added lane by lane, part of the bits; 5376 is 2 chunks and five eighths. Of 512, 1024 and 2048 columns on 2,
+4 and 8 warps, 2048 on 4 has the least time over the four norm kernels on an H200 (docs/measured-facts-nodes.md)."""
 
 OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 """Launch options of a row kernel: 128 threads; products and sums stay separate roundings."""
