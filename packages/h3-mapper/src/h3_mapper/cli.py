@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TextIO
 
-from h3_mapper.commands import BAD_INPUT, COMMANDS
+from h3_mapper.commands import BAD_INPUT, COMMANDS, Command
 from h3_mapper.errors import MapperError
+from h3_mapper.lora.cli import LORA_COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,12 +58,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"h3-mapper {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
-        sub = commands.add_parser(command.name, help=command.help, description=command.help)
-        for flags, keywords in command.arguments:
-            sub.add_argument(*flags, **keywords)
-        sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        sub.set_defaults(run=command.run)
+        _add(commands, command)
+    lora = commands.add_parser("lora", help="inspect, convert or merge an adapter")
+    members = lora.add_subparsers(required=True, metavar="COMMAND")
+    for command in LORA_COMMANDS:
+        _add(members, command)
     return parser
+
+
+def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
+    sub = commands.add_parser(command.name, help=command.help, description=command.help)
+    for flags, keywords in command.arguments:
+        sub.add_argument(*flags, **keywords)
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    sub.set_defaults(run=command.run)
 
 
 def _terminated(signum: int, frame: FrameType | None) -> None:

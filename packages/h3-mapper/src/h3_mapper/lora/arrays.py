@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+ITEMSIZE = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I32": 4, "I64": 8}
+"""Bytes of the dtypes adapters have; integers only as alpha."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,9 @@ def _decode(value: Raw) -> float:
     data = bytes(value.data)
     if value.dtype == "BF16":
         return float(struct.unpack("<f", b"\x00\x00" + data)[0])
-    return float(struct.unpack({"F16": "<e", "F32": "<f", "F64": "<d"}[value.dtype], data)[0])
+    return float(
+        struct.unpack({"F16": "<e", "F32": "<f", "F64": "<d", "I32": "<i", "I64": "<q"}[value.dtype], data)[0]
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,173 @@
+"""`h3-mapper lora inspect | convert | merge`: arguments as data, handlers that return what to print."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h3_mapper.commands import Command, Outcome
+from h3_mapper.errors import ConfigError
+from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
+from h3_mapper.spec import Layout
+from h3_mapper.stream import Progress
+
+if TYPE_CHECKING:
+    from h3_mapper.config import H3Config
+    from h3_mapper.lora.adapter import Adapter
+    from h3_mapper.lora.files import AdapterFile
+    from h3_mapper.lora.read import Statement
+
+
+def _argument(*flags: str, **keywords: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    return flags, keywords
+
+
+def _alpha(text: str) -> float | str:
+    return text if text == "rank" else float(text)
+
+
+_ADAPTER = _argument("adapter", type=Path, metavar="LORA", help="adapter: .safetensors file or PEFT folder")
+_DESTINATION = _argument("destination", type=Path, metavar="DST")
+_STATED = (
+    _argument(
+        "--from",
+        dest="stated",
+        choices=list(FORMATS),
+        metavar="F",
+        help=f"the adapter's format, which states its row order: {', '.join(FORMATS)}",
+    ),
+    _argument("--qkv-rows", type=QkvRows, choices=list(QkvRows), help="row order of a fused q/k/v"),
+    _argument("--fc1-rows", type=Fc1Rows, choices=list(Fc1Rows), help="order of a fused fc1's halves"),
+    _argument("--alpha", type=_alpha, metavar="N", help="overrule the recorded alpha; 'rank' is scale 1"),
+    _argument("--component", metavar="C", help="transformer or transformer_ref, if names hold both"),
+    _argument("--adapter-name", metavar="NAME", help="PEFT adapter name, if the file holds several"),
+)
+_CONFIG = _argument(
+    "--config", type=Path, metavar="F", help="config.json of the model (default: the release's sizes)"
+)
+
+
+def _statement(args: argparse.Namespace) -> Statement:
+    from h3_mapper.lora.read import Statement
+
+    own = {
+        "qkv": args.qkv_rows,
+        "fc1": args.fc1_rows,
+        "alpha": args.alpha,
+        "component": args.component,
+        "adapter": args.adapter_name,
+    }
+    return Statement.of(args.stated, **own) if args.stated else Statement(**own)
+
+
+def _config(path: Path | None) -> H3Config:
+    from h3_mapper.config import H3Config
+    from h3_mapper.source import read_json
+
+    if path is None:
+        return H3Config()
+    parsed = read_json(path)
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: not a JSON object")
+    return H3Config.from_mapping(parsed)
+
+
+def _opened(args: argparse.Namespace, config: H3Config) -> tuple[AdapterFile, Adapter]:
+    from h3_mapper.lora.files import open_adapter
+
+    file = open_adapter(args.adapter)
+    return file, file.read(config, _statement(args))
+
+
+def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.lora.describe import describe
+
+    file, adapter = _opened(args, _config(args.config))
+    found = describe(file, adapter)
+    return Outcome(found.text(), found.to_json())
+
+
+def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.lora.files import save_adapter
+    from h3_mapper.lora.write import write
+
+    config = _config(args.config)
+    file, adapter = _opened(args, config)
+    written = write(adapter, args.to, config, round_scales=args.round_scales)
+    paths = save_adapter(written, args.destination, file.path)
+    lines = [
+        f"{args.destination}: {args.to}, {len(written.tensors)} tensors",
+        *(f"  note  {n}" for n in adapter.notes),
+    ]
+    data = {"files": [str(path) for path in paths], "format": args.to, "notes": list(adapter.notes)}
+    return Outcome("\n".join(lines), data | {"tensors": len(written.tensors)})
+
+
+def _merge(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.lora.files import open_adapter
+    from h3_mapper.lora.merge import find_base, merge
+
+    base = find_base(args.base, args.component, args.base_from)
+    adapter = open_adapter(args.adapter).read(base.config, _statement(args))
+    done = merge(
+        base,
+        adapter,
+        args.destination,
+        strength=args.strength,
+        max_shard_size=args.max_shard_size,
+        progress=progress,
+    )
+    text = f"{done.destination}: {done.layout}, {done.changed} of {done.tensors} tensors changed, {done.nbytes:,} bytes"
+    data = {
+        "destination": str(done.destination),
+        "layout": done.layout,
+        "tensors": done.tensors,
+        "changed": done.changed,
+        "bytes": done.nbytes,
+        "notes": list(adapter.notes),
+    }
+    return Outcome("\n".join([text, *(f"  note  {note}" for note in adapter.notes)]), data)
+
+
+LORA_COMMANDS = (
+    Command(
+        "inspect",
+        "say what an adapter holds and how it would be read",
+        _inspect,
+        (_ADAPTER, *_STATED, _CONFIG),
+    ),
+    Command(
+        "convert",
+        "write an adapter in another format",
+        _convert,
+        (
+            _ADAPTER,
+            _DESTINATION,
+            _argument("--to", choices=list(FORMATS), required=True, metavar="F", help="format to write"),
+            *_STATED,
+            _CONFIG,
+            _argument(
+                "--round-scales",
+                action="store_true",
+                help="allow B to be rounded where one scale must serve all",
+            ),
+        ),
+    ),
+    Command(
+        "merge",
+        "write base + adapter as the new folder DST, in the base's layout",
+        _merge,
+        (
+            _argument("base", type=Path, metavar="BASE", help="bf16 transformer: folder, file or index"),
+            _ADAPTER,
+            _DESTINATION,
+            _argument(
+                "--base-from", type=Layout, choices=list(Layout), metavar="L", help="layout of a native base"
+            ),
+            *_STATED,
+            _argument("--strength", type=float, default=1.0, metavar="S", help="factor on the whole adapter"),
+            _argument("--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB ..."),
+        ),
+    ),
+)

@@ -1,0 +1,76 @@
+"""What an adapter is, in words and as JSON."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from h3_mapper.lora.adapter import Adapter
+from h3_mapper.lora.arrays import dtype_name
+from h3_mapper.lora.files import AdapterFile
+from h3_mapper.wrappers import PARTITIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """targets: adapted atoms by kind (block numbers as N) and how many blocks have them. Counts by rank and scale."""
+
+    path: str
+    tensors: int
+    dtypes: dict[str, int]
+    partition: str
+    targets: dict[str, int]
+    ranks: dict[int, int]
+    scales: dict[float, int]
+    dora: bool
+    deltas: int
+    assigned: int
+    metadata: dict[str, str]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of `lora inspect --json`."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """Lines for people."""
+        scales = ", ".join(f"{scale:g} ({count})" for scale, count in self.scales.items())
+        kinds = [f"  {count:4} x {kind}" for kind, count in self.targets.items()]
+        extras = (
+            [f"  {self.deltas} full-rank deltas, {self.assigned} assigned"]
+            if self.deltas or self.assigned
+            else []
+        )
+        return "\n".join(
+            [
+                f"{self.path}",
+                f"  tensors    {self.tensors}, {', '.join(f'{n} {d}' for d, n in sorted(self.dtypes.items()))}",
+                f"  partition  {self.partition}",
+                f"  rank       {', '.join(f'{rank} ({count})' for rank, count in sorted(self.ranks.items()))}",
+                f"  scale      {scales}{', DoRA' if self.dora else ''}",
+                *kinds,
+                *extras,
+                *(f"  note       {note}" for note in self.notes),
+            ]
+        )
+
+
+def describe(file: AdapterFile, adapter: Adapter) -> Described:
+    """Everything worth knowing before an adapter is used."""
+    terms = list(adapter.low_rank.values())
+    return Described(
+        str(file.path),
+        len(file.tensors),
+        dict(Counter(dtype_name(tensor) for tensor in file.tensors.values())),
+        PARTITIONS.get(adapter.component or "", "not stated"),
+        dict(sorted(Counter(re.sub(r"(?<=blocks\.)\d+", "N", name) for name in adapter.low_rank).items())),
+        dict(Counter(term.rank for term in terms)),
+        {float(scale): count for scale, count in Counter(term.scale for term in terms).items()},
+        any(term.magnitude is not None for term in terms),
+        len(adapter.deltas),
+        len(adapter.assigned),
+        dict(file.metadata),
+        adapter.notes,
+    )
