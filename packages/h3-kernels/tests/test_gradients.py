@@ -183,6 +183,16 @@ def test_twin_without_keys_a_permutation_shows_in_dw(linear, dtype):
     assert count_differing(dw, permuted) > dw.numel() // 20
 
 
+@pytest.mark.parametrize("linear", [projection, row_parallel])
+def test_leading_dimensions_change_no_gradient_bit(linear, dtype):
+    x, weight, bias, dy = tensors(cancellation_inputs, dtype)
+    flat = grads(linear, x[:36], weight, bias, dy[:36])
+    deep = grads(linear, x[:36].view(3, 4, 3, K), weight, bias, dy[:36].view(3, 4, 3, N))
+    assert_bitwise_equal(deep[0], flat[0].view(3, 4, 3, K))
+    for a, b in zip(deep[1:], flat[1:], strict=True):
+        assert_bitwise_equal(a, b)
+
+
 def test_padding_only_gives_zero_gradients(dtype):
     x, weight, bias, dy = tensors(random_inputs, dtype)
     _, dw, db = grads(projection, x, weight, bias, dy, logical_keys=torch.full((ROWS, 2), -1))

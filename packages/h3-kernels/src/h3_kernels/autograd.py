@@ -162,13 +162,15 @@ def _input_grad(
     provider: str,
     collective: str,
 ) -> Tensor:
-    """dX [T, K] = dy W: the unit tree over N, each unit one chain over its share of every part in ``parts``
+    """dX [..., K] = dy W: the unit tree over N, each unit one chain over its share of every part in ``parts``
     order."""
-    dy, weight = _unit_major(dy, 1, parts, units), _unit_major(weight, 0, parts, units)
-    if not collective:
-        return tree_gemm(dy, weight.t(), units=units, out_dtype=dy.dtype, provider=provider)
-    root = tree_gemm(dy, weight.t(), units=units, out_dtype=torch.float32, provider=provider)
-    return _reduce(root, None, dy.dtype, scatter_rows, collective)
+    rows, weight = _unit_major(rows_of(dy), 1, parts, units), _unit_major(weight, 0, parts, units)
+    if collective:
+        root = tree_gemm(rows, weight.t(), units=units, out_dtype=torch.float32, provider=provider)
+        dx = _reduce(root, None, dy.dtype, scatter_rows, collective)
+    else:
+        dx = tree_gemm(rows, weight.t(), units=units, out_dtype=dy.dtype, provider=provider)
+    return dx if scatter_rows else _with_rows_of(dx, dy)
 
 
 def _input_grad_fake(
