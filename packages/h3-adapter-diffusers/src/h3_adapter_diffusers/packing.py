@@ -7,7 +7,7 @@ gradients, an identity of every row that survives packing, padding and batching.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,17 +136,25 @@ class PackedSequence:
         generated: Tensor = getattr(self, f"{stream}_generated")
         return torch.where(generated, generated.cumsum(0) - 1, -1)
 
-    def keys(self, sample_id: int, timesteps: int) -> dict[str, Tensor]:
+    def keys(self, sample_id: int | Sequence[int], timesteps: int) -> dict[str, Tensor]:
         """Logical keys `[rows, 3]` int64 of each row set a linear of the model sees: `(sample_id, stream,
         index)`.
 
         `packed` are the S rows of the block stack, `text`, `video`, `audio` the rows of the three input
-        projections and `time` the M distinct timesteps of the AdaLN projections. A key says which row it
-        is, not where it lies, so it survives any packing. `sample_id` must be non-negative and differ between
-        any two forwards whose gradients are accumulated together (one replayed step of one sample is one id).
+        projections and `time` the M distinct timesteps of the AdaLN projections. A key says which row it is,
+        not where it lies, so it survives any packing. `sample_id` must be non-negative and differ between any
+        two forwards whose gradients are accumulated together (one replayed step of one sample is one id).
+        Several ids are a batch of samples of this layout: their rows follow one another, and they share the
+        timestep rows of the first.
         """
-        if sample_id < 0:
-            raise ReplayError(f"sample_id must be >= 0 (negative keys mean padding), got {sample_id}")
+        ids = (sample_id,) if isinstance(sample_id, int) else tuple(sample_id)
+        if not ids or min(ids) < 0 or len(set(ids)) < len(ids):
+            raise ReplayError(f"sample ids must be distinct and >= 0 (negative keys mean padding), got {ids}")
+        each = [self._keys(i, timesteps) for i in ids]
+        keys = {name: torch.cat([k[name] for k in each]) for name in each[0]}
+        return {**keys, "time": each[0]["time"]}
+
+    def _keys(self, sample_id: int, timesteps: int) -> dict[str, Tensor]:
         device = self.position_ids.device
         counts = {name: len(getattr(self, f"{name}_indices")) for name in ("text", "video", "audio")}
         keys = {name: _keys(sample_id, name, n, device) for name, n in (*counts.items(), ("time", timesteps))}

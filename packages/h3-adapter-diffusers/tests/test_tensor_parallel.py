@@ -1,0 +1,149 @@
+"""Tensor parallelism of the trainer: velocities, LoRA gradients and whole gradients of tp 2, 4, 8 are tp 1's
+bytes."""
+
+import pytest
+import torch
+from diffusers import TensorParallelConfig
+from h3_adapter_diffusers.bindings import Style
+from h3_adapter_diffusers.errors import InstallError
+from h3_adapter_diffusers.install import install_h3_training
+from h3_adapter_diffusers.lora import is_wrapper
+from h3_adapter_diffusers.survey import find_sites
+from h3_adapter_diffusers.tensor_parallel import local_shard, shard
+from h3_adapter_diffusers.testing import build, fl2va
+from h3_adapter_diffusers.testing.ranks import run_ranks
+from h3_adapter_diffusers.training import velocity
+from peft import LoraConfig
+
+pytestmark = pytest.mark.engine
+
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
+
+
+def add_lora(model, tp, rank):
+    """The same adapter at every degree: drawn whole, cut like the linear it is on."""
+    model.add_adapter(LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
+    for site in find_sites(model):
+        if not is_wrapper(site.module):
+            continue
+        generator = torch.Generator().manual_seed(sum(map(ord, site.name)))
+        a, b = site.module.lora_A["default"].weight, site.module.lora_B["default"].weight
+        row = site.rule.style is Style.ROW
+        whole_a = torch.randn(a.shape[0], a.shape[1] * (tp if row else 1), generator=generator) / 8
+        whole_b = torch.randn(b.shape[0] * (1 if row else tp), b.shape[1], generator=generator) / 8
+        a.data = (local_shard(whole_a, site.rule, tp, rank) if row else whole_a).bfloat16()
+        b.data = (whole_b if row else local_shard(whole_b, site.rule, tp, rank)).bfloat16()
+
+
+def step(scope, tp=1, rank=0, parallel=None, every=False):
+    """Velocities and gradients, by name, of this rank."""
+    model = build().train()
+    if tp > 1:
+        parallel = shard(model)
+    if not every:
+        add_lora(model, tp, rank)
+    handle = install_h3_training(model, scope=scope, tp=parallel)
+    request = fl2va()
+    video, audio = velocity(
+        model, request.packed, request.video, request.audio, request.text, 0.6, 0.2, handle=handle
+    )
+    (video.square().sum() + audio.square().sum()).backward()
+    assert not handle.report().refused()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: t.detach().float().numpy() for name, t in {"video": video, "audio": audio, **grads}.items()}
+
+
+def rank_step(scope, every):
+    import torch.distributed as dist
+
+    return step(scope, dist.get_world_size(), dist.get_rank(), every=every)
+
+
+def expected(name, whole, rules, tp, rank):
+    """A whole gradient cut the way the parameter is."""
+    module = name.rpartition(".")[0].replace(".base_layer", "")
+    target, _, side = module.partition(".lora_")
+    rule = rules.get(target)
+    if rule is None or rule.boundary or not name.endswith("weight"):
+        return whole
+    row = rule.style is Style.ROW
+    if side and (side.startswith("A") != row):
+        return whole
+    return local_shard(torch.from_numpy(whole), rule, tp, rank).numpy()
+
+
+@pytest.fixture(scope="module")
+def rules():
+    return {site.name: site.rule for site in find_sites(build())}
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["lora", "every parameter"])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+@pytest.mark.parametrize("scope", ["projections", "model"])
+def test_sharded_bytes_are_those_of_one_process(scope, tp, every, rules):
+    if scope == "projections" and every:
+        pytest.skip("norms stay torch's there: their gradients are no contract") if False else None
+    reference = step(scope, every=every)
+    for rank, result in enumerate(run_ranks(rank_step, tp, scope, every)):
+        assert result.keys() == reference.keys()
+        different = [
+            name
+            for name, value in result.items()
+            if not (value == expected(name, reference[name], rules, tp, rank)).all()
+        ]
+        assert not different, different
+
+
+def reversed_ranks():
+    """A wrong plan: every rank takes the shard of its mirror image, so units are added in another order."""
+    import torch.distributed as dist
+    from h3_adapter_diffusers import tensor_parallel
+
+    real = tensor_parallel.local_shard
+    tensor_parallel.local_shard = lambda w, rule, size, rank: (
+        real(w, rule, size, size - 1 - rank) if rule.style is Style.ROW else real(w, rule, size, rank)
+    )
+    return step("model", dist.get_world_size(), dist.get_rank())
+
+
+def test_a_wrong_shard_plan_is_caught():
+    reference = step("model")
+    for result in run_ranks(reversed_ranks, 2):
+        assert (result["video"] != reference["video"]).any()
+
+
+def refusals():
+    import torch.distributed as dist
+
+    messages = []
+    for config in ({"num_attention_heads": 9, "attention_head_dim": 16}, {"ffn_dim": 300}):
+        from h3_adapter_diffusers.testing import TINY
+
+        with pytest.raises(InstallError) as caught:
+            shard(build({**TINY, **config}))
+        messages.append(str(caught.value))
+    model = build()
+    add_lora(model, 1, 0)
+    with pytest.raises(InstallError) as caught:
+        shard(model)
+    dist.barrier()
+    return [*messages, str(caught.value)]
+
+
+def test_what_cannot_be_sharded_is_refused():
+    heads, features, wrapped = run_ranks(refusals, 8)[0]
+    assert "9 heads do not divide by tp=8" in heads
+    assert "ff.net.0.proj: 300 features do not divide by tp=8" in features
+    assert "already wrapped by LoRA" in wrapped
+
+
+def diffusers_plan():
+    model = build()
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        model.enable_parallelism(config=TensorParallelConfig(tp_degree=2))
+    return str(caught.value)
+
+
+def test_diffusers_itself_refuses_tensor_parallelism_for_h3():
+    """Why `shard` exists: the model has no plan. When Diffusers gains one, this test says so."""
+    assert "MiniMaxH3Transformer3DModel" in run_ranks(diffusers_plan, 2)[0]
