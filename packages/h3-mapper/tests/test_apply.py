@@ -10,6 +10,7 @@ import torch
 from h3_mapper import (
     Layout,
     MapperError,
+    convert_state_dict,
     diffusers_to_native,
     diffusers_to_native_groups,
     native_to_diffusers,
@@ -145,6 +146,22 @@ def test_sources_with_any_strides_are_read_right():
     state = {n: t.t().contiguous().t() if t.ndim == 2 else t for n, t in arrays(held, "torch").items()}
     native = diffusers_to_native(state, layout="release", config=TINY)
     assert raw(native) == bytes_of(reference_native(held, TINY, Layout.RELEASE))
+
+
+@BOTH
+@pytest.mark.parametrize("layout", NATIVE)
+def test_out_receives_every_value_and_must_fit(library, layout):
+    held = random_diffusers(TINY)
+    state, mapping = arrays(held, library), plan(TINY, Layout.DIFFUSERS, layout)
+    want = reference_native(held, TINY, layout)
+    blank = {n: (d, s, bytes(len(b))) for n, (d, s, b) in want.items()}
+    out = arrays(blank, library)
+    result = convert_state_dict(state, mapping, out=out)
+    assert all(result[name] is out[name] for name in out)
+    assert raw(out) == bytes_of(want)
+    short = {n: t for n, t in out.items() if n != QKV}
+    with pytest.raises(MissingTensorError, match=r"^out: "):
+        convert_state_dict(state, mapping, out=short)
 
 
 def test_parameters_that_require_grad_are_mapped_without_a_graph():

@@ -22,7 +22,7 @@ from h3_mapper.check import (
 from h3_mapper.config import H3Config
 from h3_mapper.errors import AlreadyConvertedError, LayoutError, UnsupportedTensorError
 from h3_mapper.plan import groups, plan
-from h3_mapper.runs import runs
+from h3_mapper.runs import Run, runs
 from h3_mapper.spec import Layout, Plan, Target
 
 WHERE = "state dict"
@@ -72,12 +72,20 @@ def native_to_diffusers_groups(
     return _groups(state_dict, _plan(state_dict, _native(layout), Layout.DIFFUSERS, config))
 
 
-def convert_state_dict(state_dict: Mapping[str, Array], mapping: Plan) -> dict[str, Array]:
-    """Run a plan between any two layouts; names, shapes, dtypes and derived bits are checked first."""
+def convert_state_dict(
+    state_dict: Mapping[str, Array], mapping: Plan, *, out: Mapping[str, Array] | None = None
+) -> dict[str, Array]:
+    """Run a plan between any two layouts; names, shapes, dtypes and derived bits are checked first.
+
+    out: tensors of the target layout to copy every value into, instead of making new ones (a loaded model,
+    or the result of an earlier call: fresh memory costs several times the copy in page faults).
+    """
     seen = _seen(state_dict)
     refuse_variants(seen, WHERE)
     check(seen, mapping.config, mapping.source, WHERE)
-    return _mapped(state_dict, mapping.targets, mapping.checks)
+    if out is not None:
+        check(_seen(out), mapping.config, mapping.target, "out")
+    return _mapped(state_dict, mapping.targets, mapping.checks, out)
 
 
 def _native(layout: Layout | str) -> Layout:
@@ -119,7 +127,10 @@ def _seen(state_dict: Mapping[str, Array]) -> Seen:
 
 
 def _mapped(
-    held: Mapping[str, Array], targets: Iterable[Target], checks: Iterable[Target]
+    held: Mapping[str, Array],
+    targets: Iterable[Target],
+    checks: Iterable[Target],
+    out: Mapping[str, Array] | None = None,
 ) -> dict[str, Array]:
     for stored in checks:
         if stored.name in held and stored.data is not None:
@@ -127,6 +138,8 @@ def _mapped(
             if data is not None:
                 check_derived(stored.name, data, stored.data, WHERE)
     like = next(iter(held.values()))
+    if out is not None:
+        return {target.name: _filled(out[target.name], target, held) for target in targets}
     return {target.name: _built(target, held, like) for target in targets}
 
 
@@ -134,10 +147,17 @@ def _built(target: Target, held: Mapping[str, Array], like: Array) -> Array:
     if target.data is not None:
         return backend(like).from_bytes(target.data, target.shape, like)
     first = held[target.rows[0].name]
-    library = backend(first)
     if len(target.rows) == 1 and tuple(first.shape) == target.shape:
-        return library.whole(first)
-    out = library.empty(target.shape, first)
+        return backend(first).whole(first)
+    return _filled(backend(first).empty(target.shape, first), target, held)
+
+
+def _filled(out: Array, target: Target, held: Mapping[str, Array]) -> Array:
+    library = backend(out)
+    if target.data is not None:
+        made = library.from_bytes(target.data, target.shape, out)
+        library.copy(out, made, Run(target.name, target.shape[0], 1, 0, 1, 0, 1))
+        return out
     for run in runs(target.rows):
         library.copy(out, held[run.name], run)
     return out

@@ -15,12 +15,15 @@ from typing import TextIO
 
 from h3_mapper.commands import BAD_INPUT, COMMANDS, Command
 from h3_mapper.errors import MapperError
-from h3_mapper.lora.cli import LORA_COMMANDS
+from h3_mapper.readback import PLACEHOLDER_NUMPY
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code."""
-    args = _parser().parse_args(argv)
+    """Run one command and return its exit code. Without `argv`, this process is the command's own."""
+    if argv is None:
+        PLACEHOLDER_NUMPY.set(True)
+    words = sys.argv[1:] if argv is None else argv
+    args = _parser(with_lora="lora" in words[:1]).parse_args(words)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminated)  # so that a stopped job removes its temporary folder too
     bar = _Bar(sys.stderr)
@@ -48,7 +51,8 @@ def _failed(as_json: bool, error: Exception) -> int:
     return BAD_INPUT
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(with_lora: bool) -> argparse.ArgumentParser:
+    """with_lora: also load the adapter commands, which convert and verify need not wait for."""
     from h3_mapper import __version__
 
     parser = argparse.ArgumentParser(
@@ -60,9 +64,12 @@ def _parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         _add(commands, command)
     lora = commands.add_parser("lora", help="inspect, convert or merge an adapter")
-    members = lora.add_subparsers(required=True, metavar="COMMAND")
-    for command in LORA_COMMANDS:
-        _add(members, command)
+    if with_lora:
+        from h3_mapper.lora.cli import LORA_COMMANDS
+
+        members = lora.add_subparsers(required=True, metavar="COMMAND")
+        for command in LORA_COMMANDS:
+            _add(members, command)
     return parser
 
 

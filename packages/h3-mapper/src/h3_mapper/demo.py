@@ -23,7 +23,7 @@ from h3_mapper.plan import tensors
 from h3_mapper.safetensors_io import read_header
 from h3_mapper.shards import DIFFUSERS_STEM, index_json, out_files
 from h3_mapper.source import open_source
-from h3_mapper.spec import Layout
+from h3_mapper.spec import ITEMSIZE, Layout
 from h3_mapper.verify import Verified, verify
 
 DEMO = H3Config(
@@ -129,7 +129,7 @@ def _caught(fault: str, result: Verified) -> str:
 
 
 def write_random(folder: Path, config: H3Config, seed: int = 0) -> tuple[int, int]:
-    """A sharded Diffusers checkpoint of random bytes; returns (tensors, bytes of tensor data)."""
+    """A sharded Diffusers checkpoint of random finite values; returns (tensors, bytes of tensor data)."""
     folder.mkdir()
     source = random.Random(seed)
     specs = tensors(config, Layout.DIFFUSERS)
@@ -138,11 +138,21 @@ def write_random(folder: Path, config: H3Config, seed: int = 0) -> tuple[int, in
         with (folder / file.name).open("xb") as out:
             out.write(file.header)
             for entry in file.entries:
-                out.write(source.randbytes(entry.end - entry.begin))
+                out.write(_finite(source.randbytes(entry.end - entry.begin), ITEMSIZE[entry.dtype]))
     if len(files) > 1:
         (folder / f"{DIFFUSERS_STEM}.safetensors.index.json").write_text(index_json(files))
     (folder / "config.json").write_text(json.dumps(config.to_json(native=False), indent=2))
     return len(specs), sum(spec.nbytes for spec in specs)
+
+
+_SMALL_EXPONENTS = bytes((high & 0x83) | 0x3C for high in range(256))
+
+
+def _finite(data: bytes, itemsize: int) -> bytes:
+    """The same bits with sizes between 2^-7 and 2, so that the checkpoint holds no NaN and no infinity."""
+    values = bytearray(data)
+    values[itemsize - 1 :: itemsize] = values[itemsize - 1 :: itemsize].translate(_SMALL_EXPONENTS)
+    return bytes(values)
 
 
 def swap_halves(folder: Path, name: str) -> None:
