@@ -121,7 +121,7 @@ def test_what_is_only_renamed_is_the_callers_tensor_and_the_rest_is_new(layout):
 
 
 def test_a_saved_dict_never_holds_windows_of_a_larger_storage(tmp_path):
-    """S13: q, k, v cut from one tensor; a view would write, or keep, three times the bytes."""
+    """safetensors/safetensors#98: q, k, v cut from one tensor; a view would write, or keep, three times the bytes."""
     native = diffusers_to_native(arrays(random_diffusers(TINY), "torch"), layout="module", config=TINY)
     fused = torch.zeros(3, 48, dtype=torch.bfloat16)
     native["blocks.0.norm1.weight"] = fused[1]
@@ -217,7 +217,7 @@ def test_a_wrong_state_dict_is_refused(library, case):
 
 
 def test_native_names_are_not_mapped_twice():
-    """R07"""
+    """radixark/miles_diffusion#226"""
     native = diffusers_to_native(arrays(random_diffusers(TINY), "torch"), layout="release", config=TINY)
     with pytest.raises(AlreadyConvertedError, match="native names already"):
         diffusers_to_native(native, layout="release", config=TINY)

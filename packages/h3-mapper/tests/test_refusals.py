@@ -1,6 +1,6 @@
 """Fail closed: every wrong checkpoint has its own error, and nothing at all is written.
 
-Row numbers (H09, S12, ...) refer to faults people reported; the commit history has the sources.
+A docstring of the form owner/repository#number names a public report of the fault that the test plants.
 """
 
 import json
@@ -107,14 +107,14 @@ def test_a_missing_tensor_is_named(src, name):
 
 @pytest.mark.parametrize("part", "qkv")
 def test_an_incomplete_qkv_names_the_module_and_the_member(src, part):
-    """H11"""
+    """vllm-project/vllm-omni#5824: loading succeeded with one member of a fused pair absent."""
     name = f"transformer_blocks.1.attn.to_{part}.weight"
     edit(src, **{name: None})
     refused(IncompleteGroupError, f"blocks.1.attn.qkv_proj.weight.*absent: {name}", src)
 
 
 def test_a_release_file_without_inv_freq_is_incomplete(src):
-    """H18: engines leave the buffer uninitialised and say nothing."""
+    """verl-project/verl-omni#383: engines leave the buffer uninitialised and say nothing."""
     native(src, Layout.RELEASE, {"h3.layout": "release"}, rope__inv_freq=None)
     refused(MissingTensorError, r"rope\.inv_freq", src, Layout.DIFFUSERS)
 
@@ -135,13 +135,13 @@ def test_a_release_file_without_inv_freq_is_incomplete(src):
     ],
 )
 def test_a_wrong_shape_is_refused_larger_ones_too(src, name, shape):
-    """Engines narrow an oversized tensor without a word. H28: right count, wrong rank."""
+    """Engines narrow an oversized tensor without a word. sgl-project/sglang#38904: right count, wrong rank."""
     edit(src, **{name: bf16(*shape)})
     refused(ShapeError, name, src)
 
 
 def test_no_dtype_is_ever_cast(src):
-    """H20: precision is a table, not a preference."""
+    """sgl-project/sglang#35370: precision is a property of the variant, not a preference."""
     data = dict(read_files(src))
     edit(src, proj_in__bias=("BF16", [48], bytes(96)))
     refused(DtypeError, "proj_in.bias is BF16; H3 keeps it in F32", src)
@@ -152,7 +152,7 @@ def test_no_dtype_is_ever_cast(src):
 
 
 def test_inv_freq_with_other_bits_is_refused(src):
-    """H18: theta**-x differs from 1/theta**x in the last bit, and Diffusers would recompute the latter."""
+    """verl-project/verl-omni#383: theta**-x differs from 1/theta**x in the last bit, and Diffusers would recompute the latter."""
     good = struct.unpack("<4f", TINY.inv_freq())
     bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in good]
     bits[2] += 1
@@ -167,7 +167,7 @@ def test_inv_freq_with_other_bits_is_refused(src):
 
 
 def test_native_files_that_state_no_row_order_are_refused_with_both_meanings(src):
-    """H04: three native dialects, one shape."""
+    """Community merges stored [Q|K|V] under the release's names and shapes: every frame was the same noise."""
     native(src, Layout.RELEASE, None)
     refused(
         AmbiguousLayoutError,
@@ -215,7 +215,7 @@ def test_a_statement_against_the_names_or_the_metadata_is_refused(src):
 
 @pytest.mark.parametrize("layout", Layout)
 def test_what_is_in_the_layout_already_is_refused(src, layout):
-    """R07: two half swaps cancel, two qkv moves scramble."""
+    """radixark/miles_diffusion#226: two half swaps cancel, two qkv moves scramble."""
     if layout.native:
         native(src, layout, {"h3.layout": str(layout)})
     refused(AlreadyConvertedError, f"in layout {layout} already", src, layout)
@@ -225,7 +225,7 @@ def test_what_is_in_the_layout_already_is_refused(src, layout):
 
 
 def test_a_pruned_checkpoint_is_named_with_its_width(src):
-    """H09"""
+    """Comfy-Org/ComfyUI#16279: a pruned AdaLN loaded into a full model."""
     changes = {name: None for name in read_files(src) if name.startswith("time_embedder.")}
     wide = {f"transformer_blocks.{n}.adaln_proj.linear.weight": bf16(864, 2) for n in range(2)}
     edit(src, **changes, **wide)
@@ -246,7 +246,7 @@ def test_a_pruned_checkpoint_is_named_with_its_width(src):
     ],
 )
 def test_a_quantised_checkpoint_is_named(src, name, tensor):
-    """S11: its dtypes are read, then refused for what they are."""
+    """safetensors/safetensors#839: dtypes a reader does not know. Ours reads all, then says what it refuses."""
     edit(src, **{name: tensor})
     refused(QuantisedVariantError, "quantised", src)
 
@@ -263,7 +263,7 @@ def test_a_quantised_checkpoint_is_named(src, name, tensor):
     ],
 )
 def test_a_config_of_something_else_is_refused(src, content, match):
-    """H14"""
+    """ddalcu/mlx-serve#130: the error must name the unsupported type, not some unrelated tensor."""
     (src / "config.json").write_text(content)
     refused(ConfigError, match, src)
 
@@ -291,7 +291,7 @@ def test_an_output_inside_the_source_is_refused(src):
 
 
 def test_an_output_through_a_link_or_into_a_hub_cache_is_refused(src, tmp_path):
-    """S12: a write through a snapshot's link changed the shared blob."""
+    """paiml/aprender#3971: a write through a snapshot's link changed the shared blob."""
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     refused(OutputThroughLinkError, "symbolic link", src, destination=tmp_path / "link")
     inside = tmp_path / "models--org--h3" / "snapshots" / "abc"

@@ -67,6 +67,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_malformed_file_has_its_own_error(tmp_path, case):
+    """Among them Comfy-Org/ComfyUI#15602 (trailing), ml-explore/mlx#3363 (shape), ztxz16/fastllm#713 (duplicate)."""
     error, header, data = BAD[case]
     write_raw(tmp_path / "x.safetensors", header, data)
     with pytest.raises(MapperError, match=r"x\.safetensors") as caught:
@@ -76,6 +77,7 @@ def test_a_malformed_file_has_its_own_error(tmp_path, case):
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 16 * 1024 * 1024 + 1])
 def test_a_huge_header_is_refused_before_it_is_read(tmp_path, length):
+    """ollama/ollama#17149"""
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(HugeHeaderError):

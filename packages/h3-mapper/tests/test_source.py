@@ -51,6 +51,7 @@ def point_at(shard):
     "shard", ["../x.safetensors", "/abs/x.safetensors", "sub/x.safetensors", "..", ".", "a\\b", "a\0b"]
 )
 def test_a_shard_name_that_leaves_the_folder_is_refused_before_it_is_opened(sharded, shard):
+    """huggingface/diffusers#14175"""
     edit_index(sharded, point_at(shard))
     refused(UnsafePathError, "must lie in the folder", sharded)
 
@@ -120,6 +121,7 @@ def test_shards_without_an_index_are_read_if_they_are_one_whole_family(sharded):
 
 
 def test_two_families_without_an_index_are_refused_and_with_one_the_index_decides(sharded):
+    """sgl-project/sglang#35107: globbing loaded two splits side by side."""
     held = read_files(sharded)
     for n in (1, 2):
         half = dict(list(held.items())[n - 1 :: 2])
@@ -138,11 +140,13 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, name):
 
 
 def test_gguf_is_named(tmp_path):
+    """city96/ComfyUI-GGUF#476"""
     (tmp_path / "h3.gguf").write_bytes(b"GGUF" + bytes(100))
     refused(FileFormatError, "GGUF", tmp_path / "h3.gguf")
 
 
 def test_folder_single_file_index_and_first_shard_give_one_result(tmp_path):
+    """kohya-ss/musubi-tuner#1026: tools took only one file, or only the first shard."""
     held = write_diffusers(tmp_path / "many", TINY, shards=3)
     write_diffusers(tmp_path / "one", TINY)
     want = reference_native(held, TINY, Layout.RELEASE)
@@ -171,6 +175,7 @@ def test_a_single_file_without_config_json_is_read_by_its_shapes(tmp_path):
 
 
 def test_a_root_of_partitions_is_mirrored_and_one_alone_is_enough(tmp_path):
+    """SceneWorks/SceneWorks#2346: an install of one partition was unusable."""
     for partition, seed in (("transformer", 1), ("transformer_ref", 2)):
         write_diffusers(tmp_path / "root" / partition, TINY, seed)
     convert(tmp_path / "root", tmp_path / "both", "release")
@@ -186,7 +191,7 @@ def test_a_root_of_partitions_is_mirrored_and_one_alone_is_enough(tmp_path):
 
 
 def test_both_kinds_of_partition_at_once_are_refused(tmp_path):
-    """A root whose metadata names Diffusers while FL2VA/ holds native files: only the keys read decide."""
+    """vllm-project/vllm-omni#7610: root metadata names Diffusers, FL2VA/ holds native files; keys decide."""
     write_diffusers(tmp_path / "root" / "transformer", TINY)
     convert(tmp_path / "root" / "transformer", tmp_path / "native", "release")
     (tmp_path / "root" / "FL2VA").mkdir()

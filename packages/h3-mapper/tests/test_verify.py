@@ -69,7 +69,7 @@ def test_any_single_flipped_bit_is_found_and_named(made, tmp_path_factory, data)
 
 
 def test_swapped_halves_are_named_for_what_they_are(made, tmp_path):
-    """H06"""
+    """huggingface/diffusers#14410"""
     shutil.copytree(made / "module", tmp_path / "bad")
     swap_halves(tmp_path / "bad", "blocks.0.mlp.fc1.weight")
     result = verify(made / "diffusers", tmp_path / "bad")
@@ -81,7 +81,7 @@ def test_swapped_halves_are_named_for_what_they_are(made, tmp_path):
 
 @pytest.mark.parametrize(("is_", "said"), [("release", "module"), ("module", "release")])
 def test_a_misstated_row_order_is_found_and_diagnosed(made, tmp_path, is_, said):
-    """H01: the first head's q rows agree under both orders, so a check of a prefix passes; this must not."""
+    """MiniMax-AI/MiniMax-H3#48: the first head's q rows agree under both orders, so a check of a prefix passes; this must not."""
     held = reference_native(write_diffusers(tmp_path / "a", TINY), TINY, Layout(is_))
     (tmp_path / "b").mkdir()
     write_file(tmp_path / "b" / "model.safetensors", held)
