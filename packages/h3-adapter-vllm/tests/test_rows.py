@@ -47,9 +47,9 @@ def forward(engine, model, names, requests, padding=0):
 def test_a_row_has_the_same_bits_in_any_batch_at_any_position(model, count):
     """Alone, first, last, in another order, or beside rows of NaN."""
     with install_h3_rollout(model, scope="projections") as handle:
-        for name, site in handle._sites.items():
-            x, others = rows_of(site.layer, count, 1), rows_of(site.layer, 9, 2)
-            alone, _ = site.layer(x)
+        for name, layer in handle.linears.items():
+            x, others = rows_of(layer, count, 1), rows_of(layer, 9, 2)
+            alone, _ = layer(x)
             order = torch.randperm(count)
             batches = {
                 "first": (torch.cat([x, others]), slice(0, count)),
@@ -58,23 +58,23 @@ def test_a_row_has_the_same_bits_in_any_batch_at_any_position(model, count):
                 "permuted": (x[order], order.argsort()),
             }
             for how, (batch, where) in batches.items():
-                assert differing(site.layer(batch)[0][where], alone) == 0, (name, how)
+                assert differing(layer(batch)[0][where], alone) == 0, (name, how)
 
 
 def test_strided_input_has_the_same_bits(model):
     """A view with gaps between its rows, as slices of a packed buffer are."""
     with install_h3_rollout(model) as handle:
-        for name, site in handle._sites.items():
-            x = rows_of(site.layer, 12, 3)
-            assert differing(site.layer(x[::2])[0], site.layer(x[::2].contiguous())[0]) == 0, name
+        for name, layer in handle.linears.items():
+            x = rows_of(layer, 12, 3)
+            assert differing(layer(x[::2])[0], layer(x[::2].contiguous())[0]) == 0, name
             wide = torch.cat([x, x], dim=1)[:, : x.shape[1]]
-            assert differing(site.layer(wide)[0], site.layer(x)[0]) == 0, name
+            assert differing(layer(wide)[0], layer(x)[0]) == 0, name
 
 
 def test_the_engines_own_linears_depend_on_the_batch(model):
     """Negative twin: torch's CPU linears give some row other bits alone than in a batch."""
     with install_h3_rollout(model, scope="projections") as handle:
-        names = list(handle._sites)
+        names = list(handle.linears)
     changed = []
     for name in names:
         layer = model.get_submodule(name)
@@ -94,8 +94,8 @@ def test_padding_rows_change_no_bound_nodes_output(model, engine, padding):
     """
     request = engine.request()
     with install_h3_rollout(model) as handle:
-        plain, _ = forward(engine, model, handle._sites, [request])
-        padded, _ = forward(engine, model, handle._sites, [request], padding)
+        plain, _ = forward(engine, model, handle.linears, [request])
+        padded, _ = forward(engine, model, handle.linears, [request], padding)
         external = set(handle.report().external())
     compared = 0
     for name, (x, y) in plain.items():
@@ -114,20 +114,20 @@ def test_a_second_request_changes_no_bound_nodes_output(model, engine):
     """The rows of two packed requests, and each request's rows alone, through every bound linear."""
     first, second = engine.request(seed=1), engine.request(seed=2, text=9, video=4, audio=3)
     with install_h3_rollout(model) as handle:
-        calls = [forward(engine, model, handle._sites, [r])[0] for r in (first, second)]
-        for name, site in handle._sites.items():
+        calls = [forward(engine, model, handle.linears, [r])[0] for r in (first, second)]
+        for name, layer in handle.linears.items():
             (x1, y1), (x2, y2) = (seen[name] for seen in calls)
-            together, _ = site.layer(torch.cat([x1, x2]))
+            together, _ = layer(torch.cat([x1, x2]))
             assert differing(together, torch.cat([y1, y2])) == 0, name
 
 
 def test_rows_of_a_sequence_parallel_rank_have_the_bits_of_the_whole(model, engine):
     """Ulysses gives each rank a contiguous share of the rows; every bound linear gives them the same bits."""
     with install_h3_rollout(model) as handle:
-        seen, _ = forward(engine, model, handle._sites, [engine.request()])
+        seen, _ = forward(engine, model, handle.linears, [engine.request()])
         for name, (x, y) in seen.items():
             for ranks in (2, 4):
-                shares = [handle._sites[name].layer(part)[0] for part in x.chunk(ranks)]
+                shares = [handle.linears[name](part)[0] for part in x.chunk(ranks)]
                 assert differing(torch.cat(shares), y) == 0, name
 
 

@@ -27,26 +27,25 @@ def velocities(path, scope, padding=0):
 def bound_outputs(path, bound):
     """Worker: every linear on its own, on inputs all degrees share; outputs whole, by name."""
     model = loaded(path)
-    sites = install_h3_rollout(model, scope="projections")._sites
+    handle = install_h3_rollout(model, scope="projections")
+    layers = handle.linears
     if not bound:
-        model._h3_handle.remove()
-    return {name: whole_output(site) for name, site in sites.items()}
+        handle.remove()
+    return {name: whole_output(layer) for name, layer in layers.items()}
 
 
-def whole_output(site):
+def whole_output(layer):
     """The layer's output on all ranks' columns, in the order of the unsharded weight."""
     from vllm.distributed import tensor_model_parallel_all_gather
 
-    layer, rule = site.layer, site.rule
     x = torch.randn(6, layer.input_size, generator=torch.Generator().manual_seed(7)).to(layer.weight.dtype)
-    if rule.style == "row" and layer.input_is_parallel:
+    if getattr(layer, "input_is_parallel", False):
         width = layer.input_size_per_partition
         x = x[:, layer.tp_rank * width : (layer.tp_rank + 1) * width].contiguous()
     y, _ = layer(x)
-    if rule.style == "column" and not layer.gather_output:
-        y = torch.cat(
-            [tensor_model_parallel_all_gather(part.contiguous()) for part in y.chunk(rule.parts, -1)], -1
-        )
+    if not getattr(layer, "gather_output", True):
+        parts = y.split(layer.output_partition_sizes, -1)
+        y = torch.cat([tensor_model_parallel_all_gather(part.contiguous()) for part in parts], -1)
     return y.float().numpy()
 
 

@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from h3_adapter_vllm.errors import H3AdapterError, InstallError, RemoveError, WeightsError
+    from h3_adapter_vllm.errors import (
+        BoundModelError,
+        H3AdapterError,
+        InstallError,
+        RemoveError,
+        WeightsError,
+    )
     from h3_adapter_vllm.install import Handle, handle_of, install_h3_rollout
     from h3_adapter_vllm.weights import load_h3_weights
 
 _HOME = {
+    "BoundModelError": "errors",
     "H3AdapterError": "errors",
     "Handle": "install",
     "InstallError": "errors",
@@ -25,6 +32,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BoundModelError",
     "H3AdapterError",
     "Handle",
     "InstallError",

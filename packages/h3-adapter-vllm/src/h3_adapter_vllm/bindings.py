@@ -27,6 +27,8 @@ class Scope(StrEnum):
     """qkv_proj, out_proj, fc1 and fc2 of every block: 208 linears of the release."""
     PROJECTIONS = "projections"
     """Every linear: also the patch, text, time, AdaLN and output projections, 58 more."""
+    MODEL = "model"
+    """Every node: the graph of h3-kernels runs in the place of the engine's forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class LinearRule:
 
     def within(self, scope: Scope) -> bool:
         """Whether ``scope`` binds it."""
-        return scope is Scope.PROJECTIONS or self.scope is Scope.LINEARS
+        return scope is not Scope.LINEARS or self.scope is Scope.LINEARS
 
     @property
     def operator(self) -> str:

@@ -24,5 +24,9 @@ class RemoveError(H3AdapterError, RuntimeError):
     """Somebody else changed a bound linear after the install; everything still ours was restored."""
 
 
+class BoundModelError(H3AdapterError, RuntimeError):
+    """A bound model was called in a way its binding cannot serve; nothing was computed."""
+
+
 class WeightsError(H3AdapterError, ValueError):
     """A weight source does not cover the model exactly, or a tensor has the wrong shape or dtype."""

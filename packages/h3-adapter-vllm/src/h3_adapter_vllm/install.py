@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,11 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
 
-from h3_adapter_vllm.bindings import Scope, Style
+from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import InstallError, RemoveError
-from h3_adapter_vllm.lora import SEAM
-from h3_adapter_vllm.method import Clock, ContractMethod, Ran, Settings, eager
-from h3_adapter_vllm.report import build_report, gemm_call
+from h3_adapter_vllm.graph_binding import GraphBinding, graph_obstacles
+from h3_adapter_vllm.linear_binding import LinearBinding
+from h3_adapter_vllm.report import gemm_call
+from h3_adapter_vllm.settings import Clock, Ran, Settings, eager
 from h3_adapter_vllm.survey import Site, find_sites, obstacles
 
 logger = logging.getLogger(__name__)
@@ -37,11 +39,12 @@ _PROBE_ROWS = 1024  # rows of the call by which providers are chosen before anyt
 class Handle:
     """An installed model. Use it as a context manager, or call :meth:`remove`."""
 
-    def __init__(self, model: nn.Module, sites: list[Site], settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, bindings: Sequence[LinearBinding | GraphBinding], settings: Settings
+    ):
         self._model = model
-        self._sites = {site.name: site for site in sites}
+        self._bindings = tuple(bindings)
         self.settings = settings
-        self._reduces: dict[str, bool] = {}
         self._hook: RemovableHandle | None = None
 
     @property
@@ -54,18 +57,24 @@ class Handle:
         """False after :meth:`remove`, and always in mode off."""
         return vars(self._model).get(_HANDLE) is self
 
+    @property
+    def linears(self) -> dict[str, Any]:
+        """The engine's layers that hold a contract method, by name in the bare model; none in strict scope "model"."""
+        return {
+            n: s.layer for b in self._bindings if isinstance(b, LinearBinding) for n, s in b.sites.items()
+        }
+
     def report(self) -> Report:
         """Every node as Bound, External or Refused, read back from the last forward. Waits for the device in audit."""
-        return build_report(self._model, self._sites, self.settings)
+        report = Report(f"h3 rollout, {self.settings.describe()}, {self.settings.clock.forwards} forwards")
+        for binding in self._bindings:
+            for name, state in binding.nodes():
+                report.add(name, state)
+        return report
 
     def audit(self) -> list[AuditRow]:
         """Per linear, in forward order, what audit mode has seen; empty in other modes. Waits for the device."""
-        methods = ((name, site.layer.quant_method) for name, site in self._sites.items())
-        return [
-            m.auditor.row(name)
-            for name, m in methods
-            if isinstance(m, ContractMethod) and m.auditor is not None
-        ]
+        return [row for binding in self._bindings for row in binding.audit()]
 
     def matches(self, settings: Settings) -> bool:
         """Whether an install with ``settings`` would give this handle's bindings."""
@@ -74,42 +83,32 @@ class Handle:
             dataclasses.replace(settings, collective=collective, clock=self.settings.clock) == self.settings
         )
 
-    def _bind(self) -> None:
-        for name, site in self._sites.items():
-            site.layer.quant_method = ContractMethod(site.rule, site.layer.quant_method, self.settings)
-            if site.rule.style is Style.ROW:
-                self._reduces[name] = site.layer.reduce_results
-                site.layer.reduce_results = False
+    def lost(self) -> list[str]:
+        """What no longer holds our code since something else replaced it: names of linears, or ``forward``."""
+        return [name for binding in self._bindings for name in binding.lost()]
+
+    def bind(self) -> None:
+        """Put everything in place; :func:`install_h3_rollout` has done so."""
+        for binding in self._bindings:
+            binding.bind()
         self._hook = self._model.register_forward_pre_hook(self._count_forward)
-        SEAM.acquire()
         vars(self._model)[_HANDLE] = self
 
     def remove(self) -> None:
-        """Restore the engine's own quant methods, reductions and LoRA path. A second call does nothing.
+        """Restore the engine's own quant methods, reductions, LoRA path and forward. A second call does nothing.
 
-        Raises RemoveError, after restoring the rest, if a linear no longer holds our method: whoever replaced it
-        owns it.
+        Raises RemoveError, after restoring the rest, if something was replaced since: whoever replaced it owns it.
         """
         if not self.installed or self._hook is None:
             return
         del vars(self._model)[_HANDLE]
         self._hook.remove()
-        SEAM.release()
-        foreign = [name for name, site in self._sites.items() if not self._restore(name, site)]
+        foreign = [name for binding in reversed(self._bindings) for name in binding.restore()]
         if foreign:
             raise RemoveError(
-                f"{len(foreign)} linears were changed by something else after the install and left as they are "
+                f"{len(foreign)} bindings were replaced by something else after the install and left as they are "
                 f"(first: {foreign[0]}); the others are restored"
             )
-
-    def _restore(self, name: str, site: Site) -> bool:
-        method = site.method
-        if method is None or method.settings is not self.settings:
-            return False
-        method.detach(site.layer)
-        if name in self._reduces:
-            site.layer.reduce_results = self._reduces[name]
-        return True
 
     @eager
     def _count_forward(self, *_: Any) -> None:
@@ -149,7 +148,8 @@ def install_h3_rollout(
         contract: Row-parallel contract id, "h3-parallel-v1-u8" unless a cheaper promise is enough. The trainer must
             state the same.
         provider: A provider of h3-kernels by name, or "auto".
-        scope: "linears", or "projections" to bind every other linear of the model too.
+        scope: "linears"; "projections" binds every other linear of the model too; "model" runs the whole graph of
+            h3-kernels in the place of the engine's forward.
 
     Raises:
         InstallError: With every reason: missing modules, quantised, packed or wrong-dtype weights, an unsupported tp or
@@ -163,21 +163,29 @@ def install_h3_rollout(
     rank = sites[0].layer.tp_rank if sites else 0
     settings = Settings(mode, contract, degree, rank, collective, provider, scope, Clock())
     if mode is Mode.OFF:
-        return Handle(model, [], settings)
+        return Handle(model, [LinearBinding(model, [], settings)], settings)
     earlier = _earlier(model, sites, settings)
     if earlier is not None:
         return earlier
     reasons = obstacles(sites, contract=contract, tp=degree) or _provider_obstacles(sites, settings)
+    reasons += graph_obstacles(model) if scope is Scope.MODEL else []
     if reasons:
         raise InstallError(reasons)
-    handle = Handle(model, sites, dataclasses.replace(settings, collective=_collective(settings)))
-    handle._bind()
-    logger.info(
-        "h3 %s: %d linears of %s bound to %s, tp=%d rank %d",
-        mode, len(sites), type(model).__name__, " and ".join(sorted({s.rule.contract(contract) for s in sites})),
-        degree, rank,
-    )  # fmt: skip
+    settings = dataclasses.replace(settings, collective=_collective(settings))
+    handle = Handle(model, _bindings(model, sites, settings), settings)
+    handle.bind()
+    logger.info("h3 contracts bound to %s: %s", type(model).__name__, settings.describe())
     return handle
+
+
+def _bindings(model: nn.Module, sites: list[Site], settings: Settings) -> list[LinearBinding | GraphBinding]:
+    """Audit of a whole model also audits its linears; strict runs the graph alone."""
+    bindings: list[LinearBinding | GraphBinding] = []
+    if settings.scope is not Scope.MODEL or settings.mode is Mode.AUDIT:
+        bindings.append(LinearBinding(model, sites, settings))
+    if settings.scope is Scope.MODEL:
+        bindings.append(GraphBinding(model, settings))
+    return bindings
 
 
 def handle_of(model: nn.Module) -> Handle | None:
@@ -192,16 +200,13 @@ def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle 
     if handle is not None and not handle.matches(settings):
         how = handle.settings.describe()
         raise InstallError([f"already installed with other arguments ({how}); remove() that handle first"])
-    others = [site.name for site in sites if site.method is None]
-    if handle is None and len(others) == len(sites):
+    ours = [site.name for site in sites if site.method is not None]
+    if handle is None and not ours:
         return None
-    if handle is None or others:
-        ours = len(sites) - len(others)
+    lost = ["the handle"] if handle is None else handle.lost()
+    if lost:
         raise InstallError(
-            [
-                f"half installed: {ours} linears hold a contract method, {len(others)} do not "
-                f"({', '.join(others[:1]) or 'but the model has no handle'}); remove() the earlier handle first"
-            ]
+            [f"half installed: {lost[0]} was replaced after the install; remove() the earlier handle first"]
         )
     return handle
 

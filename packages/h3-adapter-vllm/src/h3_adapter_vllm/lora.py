@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from h3_kernels.lora import LoraSlice
+from h3_kernels.lora import ColumnStyle, LoraSlice, RowStyle
 from torch import Tensor
 from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
+
+from h3_adapter_vllm.bindings import LinearRule, Style
+from h3_adapter_vllm.settings import Settings
 
 Apply = Callable[[Any, Tensor, Tensor | None], Tensor]
 
@@ -36,6 +39,14 @@ def active_slices(wrapper: Any) -> list[LoraSlice]:
             found.append(LoraSlice(a[0, 0], b[0, 0], start, scaling=1.0))
         start += width
     return found
+
+
+def lora_style(rule: LinearRule, settings: Settings) -> ColumnStyle | RowStyle:
+    """How the term of a linear of ``rule`` is sharded and summed."""
+    s = settings
+    if rule.style is Style.COLUMN:
+        return ColumnStyle(s.tp, s.rank, s.collective)
+    return RowStyle(s.contract, s.tp, s.rank, s.collective)
 
 
 class Seam:

@@ -9,14 +9,11 @@ A row-parallel ``apply`` returns the finished sum over all ranks, so the layer's
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from h3_kernels.audit import Auditor, sampled_rows
-from h3_kernels.collectives import Collective
-from h3_kernels.lora import ColumnStyle, RowStyle, lora_slices
+from h3_kernels.lora import lora_slices
 from h3_kernels.modes import Mode
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
@@ -24,53 +21,9 @@ from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from h3_adapter_vllm.bindings import LinearRule, Scope, Style
-from h3_adapter_vllm.lora import ENGINE_APPLY, active_slices
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def eager(method: Callable[P, R]) -> Callable[P, R]:
-    """Keep ``method`` out of torch.compile graphs, with its signature."""
-    kept: Callable[P, R] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
-    return kept
-
-
-@dataclass(slots=True)
-class Clock:
-    """Forwards of the model since the install; linears stamp it when they run."""
-
-    forwards: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all bound linears of a model share."""
-
-    mode: Mode
-    contract: str
-    """Row-parallel contract id."""
-    tp: int
-    rank: int
-    collective: Collective | None
-    provider: str
-    scope: Scope
-    clock: Clock
-
-    def describe(self) -> str:
-        """One line."""
-        return f"mode {self.mode}, scope {self.scope}, {self.contract}, tp={self.tp} rank {self.rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """The last call of a bound linear, as read back by the report."""
-
-    forward: int
-    rows: int
-    device: torch.device
-    k_contiguous: bool
+from h3_adapter_vllm.bindings import LinearRule, Style
+from h3_adapter_vllm.lora import ENGINE_APPLY, active_slices, lora_style
+from h3_adapter_vllm.settings import Ran, Settings, eager
 
 
 class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no type stubs
@@ -126,7 +79,11 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
         if self.settings.mode is Mode.STRICT:
             y = self.apply(wrapper.base_layer, x, bias)
             return lora_slices(
-                x, y, active_slices(wrapper), style=self._lora_style(), provider=self.settings.provider
+                x,
+                y,
+                active_slices(wrapper),
+                style=lora_style(self.rule, self.settings),
+                provider=self.settings.provider,
             )
         self._inside_lora = True
         try:
@@ -148,12 +105,6 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
             collective=s.collective,
             provider=s.provider,
         )
-
-    def _lora_style(self) -> ColumnStyle | RowStyle:
-        s = self.settings
-        if self.rule.style is Style.COLUMN:
-            return ColumnStyle(s.tp, s.rank, s.collective)
-        return RowStyle(s.contract, s.tp, s.rank, s.collective)
 
     def _reduce(self, partial: Tensor) -> Tensor:
         """The engine's own sum over ranks, which its layer no longer does."""

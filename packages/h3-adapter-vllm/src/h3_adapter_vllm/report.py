@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from h3_kernels.binding import Binding, Bound, External, Refused, Report
+from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.providers import GemmCall, choose
@@ -16,24 +16,25 @@ from vllm.platforms import current_platform
 
 from h3_adapter_vllm.bindings import EngineNode, Style
 from h3_adapter_vllm.lora import active_slices
-from h3_adapter_vllm.method import ContractMethod, Ran, Settings
+from h3_adapter_vllm.method import ContractMethod
+from h3_adapter_vllm.settings import Ran, Settings
 from h3_adapter_vllm.survey import Site, forward_nodes, module_at
 
 
-def build_report(model: nn.Module, sites: Mapping[str, Site], settings: Settings) -> Report:
-    """Every node of the forward, in order, with what serves it.
+def linear_nodes(
+    model: nn.Module, sites: Mapping[str, Site], settings: Settings
+) -> Iterator[tuple[str, Binding]]:
+    """Every node of the engine's forward, in order, with what serves it.
 
     A linear is Bound only if it holds our method and ran in the model's last forward; otherwise the reason is given.
     """
-    report = Report(f"h3 rollout, {settings.describe()}, {settings.clock.forwards} forwards")
     for name, node in forward_nodes(model):
         if name in sites:
-            _add_linear(report, module_at(model, name), sites[name], settings)
+            yield from _linear_and_lora(module_at(model, name), sites[name], settings)
         elif not isinstance(node, EngineNode):
-            report.add(name, External(node.operator))
+            yield name, External(node.operator)
         elif not node.optional or _exists(model, name):
-            report.add(name, External(_operator(model, name, node)))
-    return report
+            yield name, External(_operator(model, name, node))
 
 
 def _exists(model: nn.Module, name: str) -> bool:
@@ -47,12 +48,12 @@ def _operator(model: nn.Module, name: str, node: EngineNode) -> str:
     return f"{module_at(model, name).attn_backend.get_name()} attention"
 
 
-def _add_linear(report: Report, module: Any, site: Site, settings: Settings) -> None:
+def _linear_and_lora(module: Any, site: Site, settings: Settings) -> Iterator[tuple[str, Binding]]:
     binding = _linear(getattr(module, "base_layer", module), site, settings)
-    report.add(site.name, binding)
+    yield site.name, binding
     if isinstance(module, BaseLayerWithLoRA) and active_slices(module):
         engine = External(f"vLLM-Omni {type(module).__name__}")
-        report.add(f"{site.name}.lora", binding if isinstance(binding, Bound) else engine)
+        yield f"{site.name}.lora", binding if isinstance(binding, Bound) else engine
 
 
 def _linear(layer: Any, site: Site, settings: Settings) -> Binding:
@@ -71,16 +72,17 @@ def _linear(layer: Any, site: Site, settings: Settings) -> Binding:
         return External(
             f"{site.rule.operator}; {row.differing} of {row.compared} values differ from {contract}"
         )
-    return _bound(contract, gemm_call(site, settings, method.ran), method.ran.device, settings.provider)
+    return bound_linear(site, settings, method.ran)
 
 
-def _bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> Binding:
-    """The provider ``choose`` gave this call; it remembers its choices, so this is the one that ran."""
+def bound_linear(site: Site, settings: Settings, ran: Ran) -> Binding:
+    """The provider ``choose`` gave the call ``ran``; it remembers its choices, so this is the one that ran."""
+    call = gemm_call(site, settings, ran)
     try:
-        provider = choose(call, wanted, device)
+        provider = choose(call, settings.provider, ran.device)
     except ProviderError as error:
         return Refused(str(error))
-    return Bound(contract, provider.name, provider.probe(call, device))
+    return Bound(site.rule.contract(settings.contract), provider.name, provider.probe(call, ran.device))
 
 
 def gemm_call(site: Site, settings: Settings, ran: Ran) -> GemmCall:

@@ -24,10 +24,13 @@ os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM asks the network for 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
-from vllm.distributed.parallel_state import destroy_model_parallel
 from vllm.model_executor.layers.linear import LinearBase
 from vllm_omni.diffusion.attention.backends.sdpa import SDPAImpl
+from vllm_omni.diffusion.distributed.parallel_state import (
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
 from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
 from vllm_omni.platforms.interface import UnspecifiedOmniPlatform
 
@@ -58,11 +61,14 @@ TINY: Mapping[str, Any] = {
 
 
 @contextlib.contextmanager
-def engine(*, tp: int = 1, rank: int = 0, world: int = 1, init_method: str | None = None) -> Iterator[None]:
-    """vLLM's configuration, gloo process groups of degree ``tp``, and SDPA attention, for the duration of the block.
+def engine(
+    *, tp: int = 1, sequence: int = 1, rank: int = 0, world: int = 1, init_method: str | None = None
+) -> Iterator[None]:
+    """vLLM's configuration, the engine's gloo groups, and SDPA attention, for the duration of the block.
 
-    ``world`` processes call this together, each with its ``rank``; ``world`` must be a multiple of ``tp``.
-    The default process group stays up after the block (it belongs to the process); the tp groups do not.
+    ``world`` processes call this together, each with its ``rank``. ``tp`` ranks share a tensor-parallel group and
+    ``sequence`` of those a Ulysses group; ``world`` is a multiple of both together. The default process group stays up
+    after the block (it belongs to the process); the others do not.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(
@@ -72,10 +78,13 @@ def engine(*, tp: int = 1, rank: int = 0, world: int = 1, init_method: str | Non
         )
         stack.enter_context(mock.patch.object(SDPAImpl, "forward", SDPAImpl.forward_cuda))
         stack.enter_context(set_current_vllm_config(VllmConfig()))
-        if not torch.distributed.is_initialized():
-            init_method = init_method or f"file://{tempfile.mkdtemp()}/rendezvous"
-        init_distributed_environment(world, rank, init_method or "env://", rank, "gloo")
-        initialize_model_parallel(tp)
+        init_method = init_method or f"file://{tempfile.mkdtemp()}/rendezvous"
+        if not torch.distributed.is_initialized():  # the engine's own call wants a device to set
+            torch.distributed.init_process_group("gloo", init_method, world_size=world, rank=rank)
+        init_distributed_environment(world, rank, init_method, rank, "gloo")
+        initialize_model_parallel(
+            sequence_parallel_size=sequence, ulysses_degree=sequence, tensor_parallel_size=tp, backend="gloo"
+        )
         stack.callback(destroy_model_parallel)
         yield
 
@@ -84,6 +93,7 @@ def build(
     config: Mapping[str, Any] = TINY,
     *,
     adaln_cache: bool = False,
+    ulysses_degree: int = 1,
     device: str = "cpu",
     plain_linears: bool = True,
 ) -> MiniMaxH3DiTModel:
@@ -97,7 +107,7 @@ def build(
     od_config = SimpleNamespace(
         tf_model_config=sizes,
         cache_config={"minimax_h3_adaln_cache": adaln_cache},
-        parallel_config=SimpleNamespace(ulysses_degree=1),
+        parallel_config=SimpleNamespace(ulysses_degree=ulysses_degree),
     )
     with torch.device(device):
         model = MiniMaxH3DiTModel(od_config, diffusers_weights=False).eval()

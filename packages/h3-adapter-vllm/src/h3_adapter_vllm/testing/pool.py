@@ -41,25 +41,26 @@ class TensorParallelPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
-    def run(self, function: Callable[..., Any], *args: Any, tp: int) -> list[Any]:
-        """``function(*args)`` in ``tp`` workers, each inside :func:`engine`; its results by rank.
+    def run(self, function: Callable[..., Any], *args: Any, tp: int, sequence: int = 1) -> list[Any]:
+        """``function(*args)`` in ``tp * sequence`` workers, each inside :func:`engine`; its results by rank.
 
         Args:
             function: A module-level function; the workers import its file by path.
             args: Picklable arguments; tensors travel by value.
-            tp: 1, 2, 4 or 8.
+            tp: Tensor-parallel degree.
+            sequence: Ulysses degree; ``tp * sequence`` divides 8.
 
         Raises:
             WorkerError: A worker raised or did not answer within ``TIMEOUT_S`` seconds.
         """
-        job = (function.__code__.co_filename, function.__name__, args, tp)
+        job = (function.__code__.co_filename, function.__name__, args, tp, sequence)
         for pipe in self._pipes:
             pipe.send(job)
         replies = [self._receive(rank) for rank in range(WORLD)]
         for rank, (error, _) in enumerate(replies):
             if error:
                 raise WorkerError(f"rank {rank} of tp={tp}:\n{error}")
-        return [result for _, result in replies[:tp]]
+        return [result for _, result in replies[: tp * sequence]]
 
     def _receive(self, rank: int) -> tuple[str | None, Any]:
         if not self._pipes[rank].poll(TIMEOUT_S):
@@ -91,16 +92,18 @@ def _serve(pipe: Connection, rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            filename, name, args, tp = pipe.recv()
+            job = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send((None, _call(filename, name, args, tp=tp, rank=rank, rendezvous=rendezvous)))
+            pipe.send((None, _call(*job, rank=rank, rendezvous=rendezvous)))
         except Exception:  # noqa: BLE001 - whatever a case raises belongs to the test that asked for it
             pipe.send((traceback.format_exc(), None))
 
 
-def _call(filename: str, name: str, args: tuple[Any, ...], *, tp: int, rank: int, rendezvous: str) -> Any:
+def _call(
+    filename: str, name: str, args: tuple[Any, ...], tp: int, sequence: int, *, rank: int, rendezvous: str
+) -> Any:
     from h3_adapter_vllm.testing.engine import engine
 
     spec = importlib.util.spec_from_file_location("h3_worker_cases", filename)
@@ -108,5 +111,5 @@ def _call(filename: str, name: str, args: tuple[Any, ...], *, tp: int, rank: int
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    with engine(tp=tp, rank=rank, world=WORLD, init_method=rendezvous):
-        return getattr(module, name)(*args) if rank < tp else None
+    with engine(tp=tp, sequence=sequence, rank=rank, world=WORLD, init_method=rendezvous):
+        return getattr(module, name)(*args) if rank < tp * sequence else None

@@ -1,0 +1,263 @@
+"""Scope ``model``: the packed graph of h3-kernels in the place of the engine's forward.
+
+The graph reads the engine's live parameters, takes the engine's keyword arguments, and runs over its tp and Ulysses
+groups. The engine's modules are not called, so their hooks, caches and compiled regions take no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from h3_kernels import graph
+from h3_kernels.attention_providers import AttentionCall
+from h3_kernels.attention_providers import choose as choose_attention
+from h3_kernels.audit import Auditor, AuditRow, sampled_rows
+from h3_kernels.binding import Binding, Bound, External, Refused
+from h3_kernels.graph import DiTConfig, ModuleWeights, Node, PackedDiT, PackedInputs, Ulysses, vllm_inputs
+from h3_kernels.lora import lora_slices
+from h3_kernels.modes import Mode
+from torch import Tensor, nn
+
+from h3_adapter_vllm.bindings import Scope
+from h3_adapter_vllm.errors import BoundModelError
+from h3_adapter_vllm.lora import active_slices, lora_style
+from h3_adapter_vllm.report import bound_linear
+from h3_adapter_vllm.settings import Ran, Settings, eager
+from h3_adapter_vllm.survey import Site, find_sites, module_at
+
+Outputs = tuple[Tensor, ...]
+VELOCITIES = ("video_velocity", "audio_velocity")
+
+
+class GraphBinding:
+    """The graph in the place of one model's forward (strict), or beside it (audit)."""
+
+    def __init__(self, model: Any, settings: Settings) -> None:
+        self._model = model
+        self._settings = settings
+        self._dit = PackedDiT(DiTConfig.from_mapping({**asdict(model.arch), "rope_theta": model._rope_theta}))
+        self._linears = {site.name: site for site in find_sites(model, Scope.PROJECTIONS)}
+        self._weights = ModuleWeights(LiveTensors(model))
+        self._record = Record()
+        self._auditors = {name: Auditor() for name in VELOCITIES} if settings.mode is Mode.AUDIT else {}
+        self._audited = False
+
+    def bind(self) -> None:
+        """Replace the model's forward on the instance."""
+        vars(self._model)["forward"] = self._forward
+
+    def restore(self) -> list[str]:
+        """Undo :meth:`bind`; ``["forward"]`` if something else sits there now, which is left alone."""
+        lost = self.lost()
+        if not lost:
+            del vars(self._model)["forward"]
+        return lost
+
+    def lost(self) -> list[str]:
+        """``["forward"]`` if the model's forward is no longer ours."""
+        return [] if vars(self._model).get("forward") == self._forward else ["forward"]
+
+    def nodes(self) -> Iterator[tuple[str, Binding]]:
+        """What served each node of the last forward; in audit, how far the engine's velocities are from the graph's."""
+        for name, auditor in self._auditors.items():
+            row = auditor.row(name)
+            yield name, External(f"engine; {row.differing} of {row.compared} values differ from the graph")
+        if self._settings.mode is not Mode.STRICT:
+            return
+        for node in self._dit.nodes:
+            binding = self._binding(node)
+            yield node.name, binding
+            if node.name in self._record.tuned:
+                yield f"{node.name}.lora", binding
+
+    def audit(self) -> list[AuditRow]:
+        """Audit of the two velocities, over the first forward after the install."""
+        return [auditor.row(name) for name, auditor in self._auditors.items()]
+
+    def _binding(self, node: Node) -> Binding:
+        seen = self._record.seen.get(node.name)
+        if seen is None:
+            return Refused("has not run since the install: run a forward first")
+        contract, rows = seen
+        if node.name in self._linears:
+            device = self._record.device
+            ran = Ran(self._settings.clock.forwards, rows, device, k_contiguous=True)
+            return bound_linear(self._linears[node.name], self._settings, ran)
+        return Bound(contract, self._provider(node))
+
+    def _provider(self, node: Node) -> str:
+        if self._record.device.type == "cpu":
+            return "written order"
+        if node.op != "attention":
+            return "triton"
+        heads, head_dim = self._dit.config.heads // self._settings.tp, self._dit.config.head_dim
+        ranks = 1 if self._sequence() is None else self._sequence().world_size
+        probe = torch.empty(0, heads // ranks, head_dim, dtype=torch.bfloat16, device=self._record.device)
+        return choose_attention(AttentionCall.of(probe), "auto", self._record.device).name
+
+    @eager
+    def _forward(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The engine's forward: the same keyword arguments and results."""
+        if self._settings.mode is Mode.AUDIT:
+            return self._beside(kwargs)
+        return self._graph(kwargs)
+
+    def _beside(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The engine's own result; the first one is compared with the graph's."""
+        outputs: tuple[Tensor, Tensor] = type(self._model).forward(self._model, **kwargs)
+        if not self._audited:
+            self._audited = True
+            for auditor, theirs, ours in zip(
+                self._auditors.values(), outputs, self._graph(kwargs), strict=True
+            ):
+                rows = sampled_rows(theirs)
+                auditor.compare(theirs[rows], ours[rows], rows)
+        return outputs
+
+    def _graph(self, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        check_call(kwargs)
+        self._check_hooks()
+        inputs = vllm_inputs(kwargs)
+        s = self._settings
+        self._record.tuned = set()
+        settings = graph.Settings(
+            tp=s.tp,
+            rank=s.rank,
+            collective=s.collective,
+            contract=s.contract,
+            provider=s.provider,
+            sequence=self._sequence(),
+            overlay=dict(self._lora_terms()),
+            tracer=self._record,
+        )
+        video, audio = self._dit.run(self._weights, inputs, settings)
+        return masked(video, audio, kwargs)
+
+    def _sequence(self) -> Any:
+        """Ulysses over the engine's own group, or None."""
+        if int(self._model.parallel_config.ulysses_degree) == 1:
+            return None
+        from vllm_omni.diffusion.distributed.parallel_state import get_sp_group
+
+        return Ulysses(get_sp_group().ulysses_group)
+
+    def _check_hooks(self) -> None:
+        for blocks in (self._model.token_refiner.blocks, self._model.blocks):
+            for index, block in enumerate(blocks):
+                if getattr(block, "_hook_registry", None) is not None:
+                    raise BoundModelError(
+                        f"block {index} has engine hooks (weight offload or step caching) that scope='model' would "
+                        "bypass: switch them off, or install with scope='projections'"
+                    )
+
+    def _lora_terms(self) -> Iterator[tuple[str, Callable[..., Outputs]]]:
+        for name, site in self._linears.items():
+            wrapper = module_at(self._model, name)
+            if wrapper is not site.layer and active_slices(wrapper):
+                self._record.tuned.add(name)
+                yield name, self._with_lora(site, wrapper)
+
+    def _with_lora(self, site: Site, wrapper: Any) -> Callable[..., Outputs]:
+        def lora(strict: Callable[..., Outputs], x: Tensor) -> Outputs:
+            outputs = strict(x)
+            widths = [y.shape[1] for y in outputs]
+            if sum(widths) != site.layer.output_size_per_partition:
+                raise BoundModelError(
+                    f"{site.name}: LoRA on a gathered linear at tp > 1; use scope='projections'"
+                )
+            y = lora_slices(
+                x.flatten(1).to(site.layer.weight.dtype),
+                torch.cat(outputs, dim=1),
+                active_slices(wrapper),
+                style=lora_style(site.rule, self._settings),
+                provider=self._settings.provider,
+            )
+            return tuple(torch.split(y, widths, dim=1))
+
+        return lora
+
+
+class LiveTensors(Mapping[str, Tensor]):
+    """The engine's parameters by their names in the bare model, read when asked for: loading and LoRA may go on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
+        self._owners = {
+            f"{name}.{leaf}": (module, leaf)
+            for name, module in modules.items()
+            for leaf, parameter in module._parameters.items()
+            if parameter is not None
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        owner, leaf = self._owners[name]
+        tensor: Tensor = getattr(owner, leaf)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._owners)
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+
+class Record:
+    """Tracer of the last forward: each node's contract and how many rows it gave."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[str, int]] = {}
+        self.device = torch.device("cpu")
+        self.tuned: set[str] = set()
+
+    def begin(self, inputs: PackedInputs) -> None:
+        """Forget the forward before."""
+        self.seen = {}
+        self.device = inputs.positions.device
+
+    def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
+        """Keep what served ``node``."""
+        self.seen[node.name] = requested, next(iter(outputs.values())).shape[0]
+
+
+def graph_obstacles(model: Any) -> Iterator[str]:
+    """Reasons not to replace the model's forward, beside those of its linears."""
+    if "forward" in vars(model):
+        yield "the model's forward is patched on the instance (offload or another install); remove that first"
+    if getattr(model, "vsa_gates_enabled", False):
+        yield "VSA gates are on: the graph attends densely; use scope='projections'"
+    parallel = model.parallel_config
+    for kind in ("ring_degree", "allgather_degree"):
+        if int(getattr(parallel, kind, 1)) != 1:
+            yield f"{kind}={getattr(parallel, kind)}: the graph knows Ulysses; use ulysses_degree"
+
+
+def check_call(kwargs: Mapping[str, Any]) -> None:
+    """Raise what the engine's forward raises for its keywords, and BoundModelError for what the graph does not take."""
+    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import _FORWARD_SUPPORTED_KWARGS
+
+    unexpected = sorted(set(kwargs) - _FORWARD_SUPPORTED_KWARGS)
+    if unexpected:
+        raise TypeError(f"MiniMaxH3DiTModel.forward received unexpected kwargs: {unexpected}")
+    optional = {"update_audio_mask", "skip_mask_out_condition", "video_token_layout", "rope_table"}
+    missing = sorted(name for name in _FORWARD_SUPPORTED_KWARGS - optional if kwargs.get(name) is None)
+    if missing:
+        raise ValueError(f"MiniMaxH3DiTModel.forward requires kwargs {missing}")
+    if kwargs.get("rope_table") is not None:
+        raise BoundModelError("rope_table is given: the graph computes its own, in its written order")
+    places = [kwargs[name]["position_ids"] for name in ("img_pos_info", "img_pos_for_infer_output_info")]
+    if places[0].data_ptr() != places[1].data_ptr() or places[0].shape != places[1].shape:
+        raise BoundModelError(
+            "img_pos_for_infer_output_info is not img_pos_info: the graph returns one velocity a row"
+        )
+
+
+def masked(video: Tensor, audio: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Velocities with condition rows zeroed, as the engine does it."""
+    if kwargs.get("skip_mask_out_condition"):
+        return video, audio
+    video = video * kwargs["update_mask"].view(-1).to(video.device).unsqueeze(-1)
+    audio_mask = kwargs.get("update_audio_mask")
+    return video, audio if audio_mask is None else audio * audio_mask.view(-1).unsqueeze(-1)
