@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,8 @@ class PackedInputs:
     max_seqlen: int
     text_max_seqlen: int
     keys: LogicalKeys | None = None
+    rope: Tensor | None = None
+    _row_keys: dict[str, LogicalKeys] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -75,32 +77,41 @@ class PackedInputs:
             return None
         if rows == "packed":
             return self.keys
-        return LogicalKeys(self.keys.keys.index_select(0, getattr(self, f"{rows}_positions")))
+        if rows not in self._row_keys:
+            places = getattr(self, f"{rows}_positions")
+            self._row_keys[rows] = LogicalKeys(self.keys.keys.index_select(0, places))
+        return self._row_keys[rows]
 
     def canonical(self) -> PackedInputs:
-        """The same rows in ascending key order inside each document, padding last: what attention then folds
-        over.
+        """The same rows in ascending key order inside each document, padding last: what attention then folds over.
 
-        Outputs are selected by position, so they keep the order of ``video`` and ``audio``. Two packings that
-        differ by a permutation of rows inside documents become one. Without keys, returns self.
+        Outputs are selected by position, so they keep the order of ``video`` and ``audio``. Two packings that differ
+        by a permutation of rows inside documents become one. Without keys, returns self.
         """
         if self.keys is None:
             return self
-        order = _document_order(self.keys.keys, self.cu_seqlens)
+        sorted_rows = self if self.keys.order is None else self._sorted(self.keys)
+        text_order = _document_order(sorted_rows.text_positions.unsqueeze(1), self.text_cu_seqlens)
+        return replace(
+            sorted_rows,
+            text=self.text[text_order],
+            text_positions=sorted_rows.text_positions[text_order],
+        )
+
+    def _sorted(self, keys: LogicalKeys) -> PackedInputs:
+        order = _document_order(keys.keys, self.cu_seqlens)
         place = torch.empty_like(order)
         place[order] = torch.arange(self.rows, device=order.device)
-        text_places = place[self.text_positions]
-        text_order = _document_order(text_places.unsqueeze(1), self.text_cu_seqlens)
         return replace(
             self,
-            text=self.text[text_order],
-            text_positions=text_places[text_order],
             video_positions=place[self.video_positions],
             audio_positions=place[self.audio_positions],
+            text_positions=place[self.text_positions],
             positions=self.positions[order],
             tags=self.tags[order],
             timestep_index=self.timestep_index[order],
-            keys=LogicalKeys(self.keys.keys[order]),
+            keys=LogicalKeys(keys.keys[order]),
+            rope=None if self.rope is None else self.rope[order],
         )
 
 

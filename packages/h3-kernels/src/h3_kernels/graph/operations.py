@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from h3_kernels import nodes
@@ -59,6 +60,18 @@ class Settings:
     fuse: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Tensors that follow from the configuration alone."""
+
+    inv_freq: Tensor
+    frequencies: Tensor
+
+    def to(self, device: torch.device) -> Constants:
+        """The same on another device."""
+        return Constants(self.inv_freq.to(device), self.frequencies.to(device))
+
+
 @dataclass(slots=True)
 class Run:
     """One forward: what operations need beside their slots."""
@@ -67,13 +80,24 @@ class Run:
     weights: WeightsView
     inputs: PackedInputs
     settings: Settings
-    inv_freq: Tensor
-    keys: dict[str, LogicalKeys | None]
+    constants: Constants
     traced: set[str] = field(default_factory=set)
+    _sharded_keys: LogicalKeys | None = None
+
+    def keys(self, node: Node) -> LogicalKeys | None:
+        """Logical keys of the node's rows on this rank; None without gradients, which alone need them."""
+        if self.inputs.keys is None or not torch.is_grad_enabled():
+            return None
+        sequence = self.settings.sequence
+        if sequence is None or node.rows != "packed":
+            return self.inputs.row_keys(node.rows)
+        if self._sharded_keys is None:
+            self._sharded_keys = LogicalKeys(sequence.shard(self.inputs.keys.keys))
+        return self._sharded_keys
 
     def order(self, node: Node) -> Tensor | None:
         """Positions of the node's active rows in ascending key order, or None for as they lie."""
-        keys = self.keys[node.rows]
+        keys = self.keys(node)
         return None if keys is None else keys.order
 
 
@@ -83,7 +107,7 @@ def _products(run: Run, node: Node, linear: Linear, x: Tensor) -> tuple[Tensor, 
     sharded = sum(w.shape[0] for w in weights) != node.width
     common: dict[str, Any] = {
         "provider": s.provider,
-        "logical_keys": run.keys[node.rows],
+        "logical_keys": run.keys(node),
         "tp": s.tp if sharded else 1,
         "rank": s.rank if sharded else 0,
         "collective": s.collective if sharded else None,
@@ -119,7 +143,7 @@ def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:
         rank=0 if whole else s.rank,
         collective=None if whole else s.collective,
         provider=s.provider,
-        logical_keys=run.keys[node.rows],
+        logical_keys=run.keys(node),
     )
     return (y,)
 
@@ -130,7 +154,8 @@ def _whole_input(config: DiTConfig, node: Node) -> int:
 
 
 def _rope_table(run: Run, node: Node, positions: Tensor) -> Results:
-    return (nodes.rope_table(positions, run.inv_freq),)
+    given = run.inputs.rope
+    return (nodes.rope_table(positions, run.constants.inv_freq) if given is None else given,)
 
 
 def _adaln_parts(run: Run, node: Node, projected: Tensor) -> Results:
@@ -211,7 +236,7 @@ OPERATIONS: dict[str, Callable[..., Results]] = {
     "rope_table": _rope_table,
     "adaln_index": lambda run, node, index, tags: (nodes.adaln_index(index, tags),),
     "adaln_parts": _adaln_parts,
-    "timestep_sinusoid": lambda run, node, t: (nodes.timestep_sinusoid(t, node.width),),
+    "timestep_sinusoid": lambda run, node, t: (nodes.timestep_sinusoid(t, run.constants.frequencies),),
     "silu": lambda run, node, x: (nodes.silu(x),),
     "rms_norm": _rms_norm,
     "rms_norm_modulate": _rms_norm_modulate,
@@ -232,6 +257,14 @@ def requested_operator(node: Node, settings: Settings) -> str:
     if node.op == "projection":
         return PROJECTION
     return settings.contract if node.op == "row_parallel" else f"h3-node-v1:{node.op}"
+
+
+def actual_operator(requested: str, settings: Settings, device: torch.device) -> str:
+    """What computes a contract on ``device``: the written order on the CPU, else the provider asked for or Triton."""
+    if device.type == "cpu":
+        return f"{requested} by reference"
+    linear = not requested.startswith("h3-node-v1:")
+    return f"{requested} by {settings.provider if linear else 'triton'}"
 
 
 def replacement_name(replacement: Replacement) -> str:

@@ -14,16 +14,17 @@ from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
 from h3_kernels.graph.operations import (
     OPERATIONS,
+    Constants,
     Results,
     Run,
     Settings,
+    actual_operator,
     gated_residual_norm,
     replacement_name,
     requested_operator,
 )
 from h3_kernels.graph.table import INPUT_SLOTS, OUTPUT_SLOTS, Node, Stage, build_stages
 from h3_kernels.graph.weights import WeightsView
-from h3_kernels.logical_keys import LogicalKeys
 
 Slots = dict[str, Tensor]
 
@@ -38,7 +39,10 @@ class PackedDiT:
         self.stages = build_stages(config)
         self.nodes = tuple(node for stage in self.stages for node in stage.nodes)
         self._by_name = {stage.name: stage for stage in self.stages}
-        self._inv_freq = nodes.inverse_frequencies(config.rope_freqs, config.rope_theta)
+        self._constants = Constants(
+            nodes.inverse_frequencies(config.rope_freqs, config.rope_theta),
+            nodes.sinusoid_frequencies(config.freq_dim),
+        )
 
     def stage(self, name: str) -> Stage:
         """The stage called ``name``, e.g. ``blocks.3``. Raises InputError if there is none."""
@@ -68,15 +72,12 @@ class PackedDiT:
         if unknown:
             raise InputError(f"overlay names nodes that do not exist: {', '.join(unknown)}")
         device = inputs.positions.device
-        if self._inv_freq.device != device:
-            self._inv_freq = self._inv_freq.to(device)
+        if self._constants.inv_freq.device != device:
+            self._constants = self._constants.to(device)
         inputs = inputs.canonical()
-        keys = {rows: inputs.row_keys(rows) for rows in ("packed", "text", "video", "audio", "time")}
-        if settings.sequence is not None and inputs.keys is not None:
-            keys["packed"] = LogicalKeys(settings.sequence.shard(inputs.keys.keys))
         if settings.tracer is not None:
             settings.tracer.begin(inputs)
-        return Session(Run(self.config, weights, inputs, settings, self._inv_freq, keys))
+        return Session(Run(self.config, weights, inputs, settings, self._constants))
 
 
 class Session:
@@ -84,6 +85,11 @@ class Session:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+
+    @property
+    def inputs(self) -> PackedInputs:
+        """The rows in the order the nodes see them."""
+        return self._run.inputs
 
     def slots(self) -> Slots:
         """The input slots."""
@@ -93,7 +99,9 @@ class Session:
         """Run ``stage`` on the slots it reads; returns the slots it writes for later stages."""
         reads = tuple(slots[name] for name in stage.reads)
         if self._run.settings.checkpoint and torch.is_grad_enabled():
-            results = checkpoint(self._stage, stage, *reads, use_reentrant=False)
+            # No node draws random numbers; an overlay may (a LoRA term with dropout).
+            random = bool(self._run.settings.overlay)
+            results = checkpoint(self._stage, stage, *reads, use_reentrant=False, preserve_rng_state=random)
         else:
             results = self._stage(stage, *reads)
         return dict(zip(stage.writes, results, strict=True))
@@ -118,25 +126,25 @@ class Session:
         run, operation = self._run, OPERATIONS[node.op]
         reads = tuple(slots[name] for name in node.reads)
         replacement = run.settings.overlay.get(node.name)
-        requested = actual = requested_operator(node, run.settings)
         if replacement is None:
-            outputs = operation(run, node, *reads)
+            outputs, planted = operation(run, node, *reads), ""
         else:
             outputs = replacement(lambda *x: operation(run, node, *x), *reads)
-            actual = f"overlay:{replacement_name(replacement)}"
-        self._store(node, requested, actual, outputs, slots)
+            planted = f"overlay:{replacement_name(replacement)}"
+        self._store(node, outputs, slots, planted)
 
     def _fused(self, first: Node, second: Node, slots: Slots) -> None:
         names = (*first.reads, *second.reads[1:3])
         outputs = gated_residual_norm(self._run, first, second, *(slots[name] for name in names))
         for node, output in zip((first, second), outputs, strict=True):
-            requested = requested_operator(node, self._run.settings)
-            self._store(node, requested, f"{requested} in gated_residual_norm", (output,), slots)
+            self._store(node, (output,), slots)
 
-    def _store(self, node: Node, requested: str, actual: str, outputs: Results, slots: Slots) -> None:
+    def _store(self, node: Node, outputs: Results, slots: Slots, planted: str = "") -> None:
         written = dict(zip(node.writes, outputs, strict=True))
         slots.update(written)
         run = self._run
         if run.settings.tracer is not None and node.name not in run.traced:
             run.traced.add(node.name)
+            requested = requested_operator(node, run.settings)
+            actual = planted or actual_operator(requested, run.settings, outputs[0].device)
             run.settings.tracer.record(node, requested, actual, written)

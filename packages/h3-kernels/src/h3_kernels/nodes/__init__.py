@@ -15,7 +15,7 @@ from h3_kernels.nodes.qk_norm_rope import qk_norm_rope
 from h3_kernels.nodes.rms_norm import rms_norm, rms_norm_modulate
 from h3_kernels.nodes.rope_table import inverse_frequencies, rope_table
 from h3_kernels.nodes.swiglu import swiglu
-from h3_kernels.nodes.time_embedder import silu, timestep_sinusoid
+from h3_kernels.nodes.time_embedder import silu, sinusoid_frequencies, timestep_sinusoid
 
 __all__ = [
     "MODALITIES",
@@ -34,6 +34,7 @@ __all__ = [
     "scatter_rows",
     "select_rows",
     "silu",
+    "sinusoid_frequencies",
     "swiglu",
     "timestep_sinusoid",
 ]

@@ -21,16 +21,21 @@ from h3_kernels.nodes._elementary import exp, sigmoid, sin_cos
 from h3_kernels.nodes._op import NodeOp, check
 
 
-def timestep_sinusoid(timesteps: Tensor, width: int, max_period: float = 10000.0) -> Tensor:
-    """Return [M, width] float32: cosines, then sines. ``timesteps``: [M] in [0, 1], unscaled; ``width`` even.
+def sinusoid_frequencies(width: int, max_period: float = 10000.0) -> Tensor:
+    """[width / 2] float32 on the CPU: ``exp(-ln max_period * i / half)``. Raises InputError on an odd width."""
+    check(width % 2 == 0, "sinusoid_frequencies", f"width must be even, got {width}")
+    half = width // 2
+    return exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32) / half)
 
-    Raises InputError on a wrong shape or an odd width.
+
+def timestep_sinusoid(timesteps: Tensor, frequencies: Tensor) -> Tensor:
+    """Return [M, 2 F] float32: cosines, then sines, of each timestep times each frequency.
+
+    ``timesteps``: [M] in [0, 1], unscaled; ``frequencies``: [F] float32. Raises InputError on a wrong shape or dtype.
     """
     check(timesteps.dim() == 1, "timestep_sinusoid", f"timesteps must be [M], got {list(timesteps.shape)}")
-    check(width % 2 == 0, "timestep_sinusoid", f"width must be even, got {width}")
-    half = width // 2
-    steps = torch.arange(half, dtype=torch.float32, device=timesteps.device)
-    frequencies = exp(-math.log(max_period) * steps / half)
+    right = frequencies.dim() == 1 and frequencies.dtype == torch.float32
+    check(right, "timestep_sinusoid", f"frequencies must be float32 [F], got {frequencies.dtype}")
     sin, cos = sin_cos(timesteps.to(torch.float32)[:, None] * frequencies[None])
     return torch.cat((cos, sin), dim=-1)
 
