@@ -67,7 +67,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_malformed_file_has_its_own_error(tmp_path, case):
-    """Among them Comfy-Org/ComfyUI#15602 (trailing), ml-explore/mlx#3363 (shape), ztxz16/fastllm#713 (duplicate)."""
+    """Comfy-Org/ComfyUI#15602 (trailing), ml-explore/mlx#3363 (shape), ztxz16/fastllm#713 (duplicate)."""
     error, header, data = BAD[case]
     write_raw(tmp_path / "x.safetensors", header, data)
     with pytest.raises(MapperError, match=r"x\.safetensors") as caught:

@@ -81,7 +81,7 @@ def test_swapped_halves_are_named_for_what_they_are(made, tmp_path):
 
 @pytest.mark.parametrize(("is_", "said"), [("release", "module"), ("module", "release")])
 def test_a_misstated_row_order_is_found_and_diagnosed(made, tmp_path, is_, said):
-    """MiniMax-AI/MiniMax-H3#48: the first head's q rows agree under both orders, so a check of a prefix passes; this must not."""
+    """MiniMax-AI/MiniMax-H3#48: the first head's q rows agree under both orders, so a prefix proves nothing."""
     held = reference_native(write_diffusers(tmp_path / "a", TINY), TINY, Layout(is_))
     (tmp_path / "b").mkdir()
     write_file(tmp_path / "b" / "model.safetensors", held)
