@@ -152,7 +152,7 @@ def test_no_dtype_is_ever_cast(src):
 
 
 def test_inv_freq_with_other_bits_is_refused(src):
-    """verl-project/verl-omni#383: theta**-x differs from 1/theta**x in the last bit, and Diffusers would recompute the latter."""
+    """verl-project/verl-omni#383: theta**-x differs from 1/theta**x in the last bit."""
     good = struct.unpack("<4f", TINY.inv_freq())
     bits = [struct.unpack("<I", struct.pack("<f", value))[0] for value in good]
     bits[2] += 1
