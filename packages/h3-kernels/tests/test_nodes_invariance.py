@@ -254,6 +254,10 @@ def test_a_sum_over_heads_without_groups_is_caught():
         (lambda: nodes.swiglu(W[None], W[None].float()), "one .rows, width. and dtype"),
         (lambda: nodes.attention(*qkv(4), torch.tensor([0, 4]), 4, 1.0), "cu_seqlens must be int32"),
         (lambda: nodes.attention(*qkv(4), torch.tensor([0, 3]).int(), 4, 1.0), "must rise from 0 to 4"),
+        (
+            lambda: nodes.attention(*qkv(4), torch.tensor([0, 4]).int(), 4, 1.0, provider="fa3"),
+            "the CPU has one provider",
+        ),
         (lambda: nodes.attention(*qkv(4), torch.tensor([0, 4]).int(), 3, 1.0), "4 rows exceeds 3"),
         (lambda: nodes.qk_norm_rope(*qkv(4)[:2], QW, KW, rope(3), EPS), r"table must be \[4"),
         (lambda: nodes.rope_table(torch.zeros(4, 2), torch.ones(2)), r"positions must be \[rows, 3\]"),

@@ -27,7 +27,7 @@ from h3_kernels.graph import (
     Tracer,
     diffusers_inputs,
 )
-from h3_kernels.graph.operations import requested_operator
+from h3_kernels.graph.settings import requested_operator
 from h3_kernels.modes import Mode
 from h3_kernels.trace import fingerprint
 from h3_mapper.apply import diffusers_to_native

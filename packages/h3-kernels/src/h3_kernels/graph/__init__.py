@@ -4,9 +4,9 @@ rows.
 
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs, diffusers_inputs, vllm_inputs
-from h3_kernels.graph.operations import Replacement, Settings, Tracer
 from h3_kernels.graph.parallel import SequenceParallel, Ulysses
 from h3_kernels.graph.run import PackedDiT, Session
+from h3_kernels.graph.settings import Replacement, Settings, Tracer
 from h3_kernels.graph.table import Node, Stage
 from h3_kernels.graph.weights import Linear, ModuleWeights, WeightsView
 

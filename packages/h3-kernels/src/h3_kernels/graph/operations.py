@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from h3_kernels import nodes
-from h3_kernels.collectives.protocol import Collective
-from h3_kernels.contract import PROJECTION, UNITS, parallel_id
+from h3_kernels.attention_providers import AttentionCall
+from h3_kernels.attention_providers import choose as choose_attention
+from h3_kernels.contract import UNITS, parse_parallel_id
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
-from h3_kernels.graph.parallel import SequenceParallel, gather_columns, sum_gradient
+from h3_kernels.graph.parallel import gather_columns, sum_gradient
+from h3_kernels.graph.settings import Results, Settings, requested_operator
 from h3_kernels.graph.table import Node
 from h3_kernels.graph.weights import Linear, WeightsView
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.projection import projection, projection_group
+from h3_kernels.providers import GemmCall, choose
 from h3_kernels.row_parallel import row_parallel
-
-Results = tuple[Tensor, ...]
-Strict = Callable[..., Results]
-Replacement = Callable[..., Results]
-
-
-class Tracer(Protocol):
-    """What watches a run: told when a forward begins and after every node, once even under checkpointing."""
-
-    def begin(self, inputs: PackedInputs) -> None:
-        """A forward over ``inputs`` (in the order of rows it will use) starts."""
-        ...
-
-    def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
-        """``requested`` and ``actual`` name the contract and what computed it; ``outputs`` by slot."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How a run is computed. Nothing here changes a bit of the result, except ``contract`` and ``overlay``.
-
-    ``overlay`` maps a node's name to a replacement ``f(strict, *inputs) -> outputs``: ``strict(*inputs)`` is
-    the node's own computation. An adapter uses it to keep a node on provider arithmetic, to add a LoRA term,
-    or to plant a deviation. ``fuse``: run gated residual and norm in one launch where the bits are the same.
-    """
-
-    tp: int = 1
-    rank: int = 0
-    collective: Collective | None = None
-    contract: str = parallel_id(UNITS)
-    provider: str = "auto"
-    sequence: SequenceParallel | None = None
-    overlay: Mapping[str, Replacement] = field(default_factory=dict)
-    tracer: Tracer | None = None
-    checkpoint: bool = False
-    fuse: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +174,10 @@ def _attention(run: Run, node: Node, q: Tensor, k: Tensor, v: Tensor, cu_seqlens
     packed = node.rows == "packed"
     longest = run.inputs.max_seqlen if packed else run.inputs.text_max_seqlen
     sequence = run.settings.sequence if packed else None
-    if sequence is None:
-        return (nodes.attention(q, k, v, cu_seqlens, longest, scale),)
-    q, k, v = (sequence.to_heads(x, run.inputs.rows) for x in (q, k, v))
-    return (sequence.to_rows(nodes.attention(q, k, v, cu_seqlens, longest, scale), run.inputs.rows),)
+    if sequence is not None:
+        q, k, v = (sequence.to_heads(x, run.inputs.rows) for x in (q, k, v))
+    a = nodes.attention(q, k, v, cu_seqlens, longest, scale, provider=run.settings.attention)
+    return (a if sequence is None else sequence.to_rows(a, run.inputs.rows),)
 
 
 def _scatter_rows(run: Run, node: Node, *slots: Tensor) -> Results:
@@ -252,21 +218,38 @@ OPERATIONS: dict[str, Callable[..., Results]] = {
 }
 
 
-def requested_operator(node: Node, settings: Settings) -> str:
-    """The contract a node computes: a linear's id, or ``h3-node-v1:`` and the operation."""
-    if node.op == "projection":
-        return PROJECTION
-    return settings.contract if node.op == "row_parallel" else f"h3-node-v1:{node.op}"
-
-
-def actual_operator(requested: str, settings: Settings, device: torch.device) -> str:
-    """What computes a contract on ``device``: the written order on the CPU, else the provider asked for or Triton."""
-    if device.type == "cpu":
+def actual_operator(run: Run, node: Node, output: Tensor) -> str:
+    """What computed a node whose first output is ``output``: its contract, and the provider that was chosen for it."""
+    requested = requested_operator(node, run.settings)
+    if not output.is_cuda:
         return f"{requested} by reference"
-    linear = not requested.startswith("h3-node-v1:")
-    return f"{requested} by {settings.provider if linear else 'triton'}"
+    if node.op == "attention":
+        call = AttentionCall.of(output)
+        return f"{requested} by {choose_attention(call, run.settings.attention, output.device).name}"
+    if node.op not in ("projection", "row_parallel"):
+        return f"{requested} by triton"
+    providers = {
+        choose(call, run.settings.provider, output.device).name for call in _gemm_calls(run, node, output)
+    }
+    return f"{requested} by {', '.join(sorted(providers))}"
 
 
-def replacement_name(replacement: Replacement) -> str:
-    """What a trace calls an overlay's function."""
-    return str(getattr(replacement, "__qualname__", type(replacement).__qualname__))
+def _gemm_calls(run: Run, node: Node, output: Tensor) -> Iterator[GemmCall]:
+    """The products a linear's providers were asked for, on this rank, from contiguous rows."""
+    s, linear = run.settings, run.weights.linear(node.name)
+    for weight, bias in zip(linear.weights, linear.biases, strict=True):
+        reduced = node.op == "row_parallel" and weight.shape[1] != _whole_input(run.config, node)
+        units = parse_parallel_id(s.contract) // (s.tp if reduced else 1) if node.op == "row_parallel" else 1
+        yield GemmCall(
+            m=output.shape[0],
+            n=weight.shape[0],
+            k=weight.shape[1],
+            units=units,
+            a_dtype=weight.dtype,
+            out_dtype=torch.float32 if reduced else weight.dtype,
+            a_layout="k",
+            b_layout="k",
+            has_bias=bias is not None and not reduced,
+            device_type="cuda",
+            capability=torch.cuda.get_device_capability(output.device),
+        )

@@ -12,17 +12,8 @@ from h3_kernels import nodes
 from h3_kernels.errors import InputError
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
-from h3_kernels.graph.operations import (
-    OPERATIONS,
-    Constants,
-    Results,
-    Run,
-    Settings,
-    actual_operator,
-    gated_residual_norm,
-    replacement_name,
-    requested_operator,
-)
+from h3_kernels.graph.operations import OPERATIONS, Constants, Run, actual_operator, gated_residual_norm
+from h3_kernels.graph.settings import Results, Settings, replacement_name, requested_operator
 from h3_kernels.graph.table import INPUT_SLOTS, OUTPUT_SLOTS, Node, Stage, build_stages
 from h3_kernels.graph.weights import WeightsView
 
@@ -39,6 +30,7 @@ class PackedDiT:
         self.stages = build_stages(config)
         self.nodes = tuple(node for stage in self.stages for node in stage.nodes)
         self._by_name = {stage.name: stage for stage in self.stages}
+        self._named: dict[tuple[object, ...], str] = {}
         self._constants = Constants(
             nodes.inverse_frequencies(config.rope_freqs, config.rope_theta),
             nodes.sinusoid_frequencies(config.freq_dim),
@@ -77,14 +69,15 @@ class PackedDiT:
         inputs = inputs.canonical()
         if settings.tracer is not None:
             settings.tracer.begin(inputs)
-        return Session(Run(self.config, weights, inputs, settings, self._constants))
+        return Session(Run(self.config, weights, inputs, settings, self._constants), self._named)
 
 
 class Session:
     """One forward under way: the slots it starts from, and stages to run on slots."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, named: dict[tuple[object, ...], str]) -> None:
         self._run = run
+        self._named = named
 
     @property
     def inputs(self) -> PackedInputs:
@@ -146,5 +139,13 @@ class Session:
         if run.settings.tracer is not None and node.name not in run.traced:
             run.traced.add(node.name)
             requested = requested_operator(node, run.settings)
-            actual = planted or actual_operator(requested, run.settings, outputs[0].device)
+            actual = planted or self._actual_operator(node, outputs[0])
             run.settings.tracer.record(node, requested, actual, written)
+
+    def _actual_operator(self, node: Node, output: Tensor) -> str:
+        # Naming a provider asks for it again; a tracer that watches every forward must not pay for that.
+        s = self._run.settings
+        key = (node.name, output.shape, output.device, s.tp, s.contract, s.provider, s.attention)
+        if key not in self._named:
+            self._named[key] = actual_operator(self._run, node, output)
+        return self._named[key]

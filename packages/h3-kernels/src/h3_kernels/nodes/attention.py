@@ -29,13 +29,22 @@ from h3_kernels.nodes._op import NodeOp, check
 from h3_kernels.reference import tree_gemm
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+    *,
+    provider: str = "auto",
+) -> Tensor:
     """Attend inside each document.
 
     ``q``, ``k``, ``v``: [T, heads, D] of one dtype, packed rows; ``cu_seqlens``: [documents + 1] int32, 0
     first, T last, not decreasing; ``max_seqlen``: the longest document (a host integer, so that nothing is
-    read back from the device); ``scale``: D ** -0.5. Returns [T, heads, D] contiguous. Raises InputError
-    on a wrong shape or dtype.
+    read back from the device); ``scale``: D ** -0.5; ``provider``: on CUDA, a forward of ``attention_providers``, each
+    with its own bits. Returns [T, heads, D] contiguous. Raises InputError on a wrong shape, dtype or provider.
     """
     name = "attention"
     same = q.dim() == 3 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
@@ -47,7 +56,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: i
         name,
         f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
     )
-    return ATTENTION(q, k, v, cu_seqlens, max_seqlen=max_seqlen, scale=scale)  # type: ignore[no-any-return]
+    tensors = (q, k, v, cu_seqlens)
+    return ATTENTION(*tensors, max_seqlen=max_seqlen, scale=scale, provider=provider)  # type: ignore[no-any-return]
 
 
 def _documents(cu_seqlens: Tensor, rows: int, max_seqlen: int) -> Iterator[slice]:
@@ -90,8 +100,10 @@ def _weights(q: Tensor, k: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, max_seqlen: int, scale: float, provider: str
 ) -> Tensor:
+    known = provider in ("auto", "reference")
+    check(known, "attention", f"the CPU has one provider, 'reference'; got {provider!r}")
     out = torch.empty(q.shape, dtype=q.dtype)
     for rows in _documents(cu_seqlens, q.shape[0], max_seqlen):
         qs, ks, vs = (_heads_first(t, rows) for t in (q, k, v))
@@ -110,6 +122,7 @@ def _attention_backward(
     needs: tuple[bool, ...],
     max_seqlen: int,
     scale: float,
+    provider: str,
 ) -> tuple[Tensor | None, ...]:
     grads = [torch.empty(q.shape, dtype=q.dtype) if need else None for need in needs[:3]]
     for rows in _documents(cu_seqlens, q.shape[0], max_seqlen):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from h3_kernels.graph import PackedDiT, Settings
-from h3_kernels.graph.operations import requested_operator
+from h3_kernels.graph.settings import requested_operator
 from h3_kernels.trace.digest import digest_of, row_digests
 
 
@@ -26,13 +26,15 @@ def fingerprint(
     """Fingerprint of a model under a contract, JSON values only; ``id`` is a digest of the rest.
 
     ``weights``: whole tensors by ``module`` name (not a rank's shards); their digests enter the fingerprint.
-    ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. Degrees
-    of parallelism, padding, providers and checkpointing are not part of it: they change no bit.
+    ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The attention
+    provider that ``settings`` names is part of it; degrees of parallelism, padding, providers of linears and
+    checkpointing are not: they change no bit.
     """
     settings = settings or Settings()
     document: dict[str, Any] = {
         "architecture": graph.config.to_mapping(),
         "contract": settings.contract,
+        "attention": settings.attention,
         "nodes": _hash([[n.name, n.op, requested_operator(n, settings), n.eps] for n in graph.nodes]),
         "facts": dict(sorted(facts.items())),
     }
