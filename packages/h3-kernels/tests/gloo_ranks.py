@@ -1,11 +1,9 @@
 """What each rank of a gloo process group does in the collective tests; run by ``run_ranks`` in fresh processes.
 
-Every rank computes its share of each case and saves what it got; the test compares the files with one process.
+Every rank computes its share of each case and saves what it got; the tests compare the files with one process. On CUDA
+all ranks share one device.
 """
 
-import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +20,34 @@ from h3_kernels.testing import cancellation_inputs, shard_columns, shard_parts
 
 ROWS, K, N = 13, 128, 96
 PARTS = 3
-FORMS: dict[str, tuple[str, int | None]] = {
-    "gather": ("gather", None),
-    "scatter": ("scatter", None),
-    "hierarchical": ("hierarchical", 2),
+FORMS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "gather": {"form": "gather"},
+    "scatter": {"form": "scatter"},
+    "hierarchical": {"form": "hierarchical", "node_size": 2},
 }
 
+Outputs = dict[str, torch.Tensor]
 
-def run_ranks(world_size: int, folder: Path) -> list[dict[str, Any]]:
-    """Results of every rank, in rank order; raises if a rank fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, args=(world_size, port, str(folder)), nprocs=world_size)
+
+def run_ranks(world_size: int, folder: Path, device: str = "cpu") -> list[Outputs]:
+    """Results of every rank, in rank order, on the CPU; raises if a rank fails."""
+    mp.spawn(_rank, args=(world_size, str(folder), device), nprocs=world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
+def _rank(rank: int, world_size: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        results: dict[str, Any] = {}
-        for name, (form, node_size) in FORMS.items():
-            exchange = TorchDistributedCollective(form=form, node_size=node_size)  # type: ignore[arg-type]
+        results = backend_case() | (sharded_case() if world_size == 2 and device == "cpu" else {})
+        for name, settings in FORMS.items():
+            exchange = TorchDistributedCollective(**settings)
             for case in (exchange_case, linear_case, sequence_case, lora_case):
-                results |= {f"{name}/{k}": v for k, v in case(exchange).items()}
-        results |= backend_case()
-        torch.save(results, Path(folder) / f"{rank}.pt")
+                results |= {f"{name}/{k}": v for k, v in case(exchange, device).items()}
+        torch.save({name: t.cpu() for name, t in results.items()}, Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
-
-
-Outputs = dict[str, torch.Tensor]
 
 
 def roots(world_size: int, rows: int) -> torch.Tensor:
@@ -64,16 +57,18 @@ def roots(world_size: int, rows: int) -> torch.Tensor:
     return large - large.flip(0) + torch.randn(world_size, rows, 5, generator=generator)
 
 
-def exchange_case(exchange: TorchDistributedCollective) -> Outputs:
-    bias = torch.arange(5).float()
+def exchange_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
+    bias = torch.arange(5, device=device).float()
     out = {}
     for rows in (1, exchange.world_size, ROWS):
-        root = roots(exchange.world_size, rows)[exchange.rank]
+        root = roots(exchange.world_size, rows)[exchange.rank].to(device)
+        before = root.clone()
         out[f"reduce{rows}"] = exchange.all_reduce_tree(root)
         out[f"reduce{rows}/bf16"] = exchange.all_reduce_tree(root, bias=bias, out_dtype=torch.bfloat16)
         scattered = exchange.reduce_scatter_tree(root, bias=bias, out_dtype=torch.bfloat16)
         out[f"scatter{rows}"] = scattered
         out[f"gather{rows}"] = exchange.all_gather_rows(scattered, rows)
+        out[f"untouched{rows}"] = (root == before).all()
     return out
 
 
@@ -82,28 +77,42 @@ def small_bias(n: int) -> torch.Tensor:
     return torch.linspace(-1e-5, 1e-5, n).bfloat16()
 
 
-def column_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def _to(device: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [t.to(device) for t in tensors]
+
+
+def column_tensors(device: str = "cpu") -> list[torch.Tensor]:
     """x [ROWS, K], fused weight [3 N, K], bias [3 N], dy [ROWS, 3 N], whole."""
     x, weight = cancellation_inputs(ROWS, PARTS * N, K, seed=1)
     dy, _ = cancellation_inputs(ROWS, 1, PARTS * N, seed=2)
-    return x, weight, small_bias(PARTS * N), dy
+    return _to(device, x, weight, small_bias(PARTS * N), dy)
 
 
-def row_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_tensors(device: str = "cpu") -> list[torch.Tensor]:
     """x [ROWS, K], weight [N, K], bias [N], dy [ROWS, N], whole."""
     x, weight = cancellation_inputs(ROWS, N, K, seed=3)
     dy, _ = cancellation_inputs(ROWS, 1, N, seed=4)
-    return x, weight, small_bias(N), dy
+    return _to(device, x, weight, small_bias(N), dy)
 
 
-def keys() -> LogicalKeys:
+def lora_tensors(device: str = "cpu") -> list[torch.Tensor]:
+    """x [ROWS, K], base_out [ROWS, N], a [8, K], b [N, 8], dy [ROWS, N], whole."""
+    x, a = cancellation_inputs(ROWS, 8, K, seed=5)
+    _, b = cancellation_inputs(1, N, 8, seed=6)
+    dy, _ = cancellation_inputs(ROWS, 1, N, seed=7)
+    generator = torch.Generator().manual_seed(8)
+    return _to(device, x, torch.randn(ROWS, N, generator=generator).bfloat16(), a, b, dy)
+
+
+def keys(device: str = "cpu") -> LogicalKeys:
     """Keys that reverse the rows and drop the second one."""
     table = torch.stack([torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS).flip(0)], dim=1)
     table[1, 0] = -1
-    return LogicalKeys(table)
+    return LogicalKeys(table.to(device))
 
 
 def gradients(name: str, y: torch.Tensor, dy: torch.Tensor, **leaves: torch.Tensor) -> Outputs:
+    """y and the gradient of every leaf, as ``name/y``, ``name/dx`` and so on."""
     found = torch.autograd.grad(y, list(leaves.values()), dy)
     return {f"{name}/y": y.detach()} | {f"{name}/d{n}": g for n, g in zip(leaves, found, strict=True)}
 
@@ -112,61 +121,89 @@ def _leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.clone().requires_grad_() for t in tensors]
 
 
-def linear_case(exchange: TorchDistributedCollective) -> Outputs:
+def linear_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
     tp, rank = exchange.world_size, exchange.rank
-    where = {"tp": tp, "rank": rank, "collective": exchange, "logical_keys": keys()}
-    x, weight, bias, dy = column_tensors()
-    shard: Callable[..., torch.Tensor] = lambda t, dim=0: shard_parts(t, tp, rank, parts=PARTS, dim=dim)  # noqa: E731
-    x, weight, bias = _leaves(x, shard(weight), shard(bias))
+    where: dict[str, Any] = {"tp": tp, "rank": rank, "collective": exchange, "logical_keys": keys(device)}
+    x, weight, bias, dy = column_tensors(device)
+    weight, bias, dy = (
+        shard_parts(t, tp, rank, parts=PARTS, dim=d) for t, d in ((weight, 0), (bias, 0), (dy, 1))
+    )
+    x, weight, bias = _leaves(x, weight, bias)
     y = projection(x, weight, bias, parts=(0, 1, 2), **where)
-    out = gradients("column", y, shard(dy, 1), x=x, w=weight, b=bias)
+    out = gradients("column", y, dy, x=x, w=weight, b=bias)
     ys = projection_group(x, weight.detach().chunk(PARTS), **where)
-    (dx,) = torch.autograd.grad(ys, x, shard(dy, 1).chunk(PARTS, dim=1))
-    out["group/dx"] = dx
-    x, weight, bias, dy = row_tensors()
+    (out["group/dx"],) = torch.autograd.grad(ys, x, dy.chunk(PARTS, dim=1))
+    x, weight, bias, dy = row_tensors(device)
     x, weight, bias = _leaves(*(shard_columns(t, tp, rank) for t in (x, weight)), bias)
     y = row_parallel(x, weight, bias, **where)
     return out | gradients("row", y, dy, x=x, w=weight, b=bias)
 
 
-def sequence_case(exchange: TorchDistributedCollective) -> Outputs:
+def sequence_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
     """Sequence parallel: a column-parallel linear gathers rows, a row-parallel one scatters them."""
     tp, rank = exchange.world_size, exchange.rank
     start, stop = row_range(ROWS, tp, rank)
-    where = {"tp": tp, "rank": rank, "collective": exchange, "logical_keys": keys()}
-    x, weight, bias, dy = column_tensors()
+    where: dict[str, Any] = {"tp": tp, "rank": rank, "collective": exchange, "logical_keys": keys(device)}
+    x, weight, bias, dy = column_tensors(device)
     weight, bias, dy = (
         shard_parts(t, tp, rank, parts=PARTS, dim=d) for t, d in ((weight, 0), (bias, 0), (dy, 1))
     )
     x, weight, bias = _leaves(x[start:stop], weight, bias)
     y = projection(x, weight, bias, parts=(0, 1, 2), gather_rows=ROWS, **where)
     out = gradients("sequence column", y, dy, x=x, w=weight, b=bias)
-    x, weight, bias, dy = row_tensors()
+    x, weight, bias, dy = row_tensors(device)
     x, weight, bias = _leaves(*(shard_columns(t, tp, rank) for t in (x, weight)), bias)
     y = row_parallel(x, weight, bias, scatter_rows=True, **where)
     return out | gradients("sequence row", y, dy[start:stop], x=x, w=weight, b=bias)
 
 
-def lora_tensors(style: str) -> tuple[torch.Tensor, ...]:
-    """x [ROWS, K], base_out [ROWS, N], a [8, K], b [N, 8], dy [ROWS, N], whole."""
-    x, a = cancellation_inputs(ROWS, 8, K, seed=5)
-    _, b = cancellation_inputs(1, N, 8, seed=6)
-    dy, _ = cancellation_inputs(ROWS, 1, N, seed=7)
-    generator = torch.Generator().manual_seed(8)
-    return x, torch.randn(ROWS, N, generator=generator).bfloat16(), a, b, dy
-
-
-def lora_case(exchange: TorchDistributedCollective) -> Outputs:
+def lora_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
     tp, rank = exchange.world_size, exchange.rank
-    x, base, a, b, dy = lora_tensors("column")
-    mine = [shard_parts(t, tp, rank, dim=dim) for t, dim in ((base, 1), (b, 0), (dy, 1))]
-    x, base, a, b = _leaves(x, mine[0], a, mine[1])
+    x, base, a, b, dy = lora_tensors(device)
+    base, b, dy = (shard_parts(t, tp, rank, dim=dim) for t, dim in ((base, 1), (b, 0), (dy, 1)))
+    x, base, a, b = _leaves(x, base, a, b)
     y = lora_linear(x, base, a, b, 0.75, style=ColumnStyle(tp, rank, exchange))
-    out = gradients("lora column", y, mine[2], x=x, base=base, a=a, b=b)
-    x, base, a, b, dy = lora_tensors("row")
+    out = gradients("lora column", y, dy, x=x, base=base, a=a, b=b)
+    x, base, a, b, dy = lora_tensors(device)
     x, base, a, b = _leaves(shard_columns(x, tp, rank), base, shard_columns(a, tp, rank), b)
     y = lora_linear(x, base, a, b, 0.75, style=RowStyle(tp=tp, rank=rank, collective=exchange))
     return out | gradients("lora row", y, dy, x=x, base=base, a=a, b=b)
+
+
+class Block(torch.nn.Module):
+    """The column-parallel weight of ``column_tensors`` and a row-parallel one behind it, unsharded by tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _, weight, bias, _ = column_tensors()
+        self.up, self.bias = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+        self.down = torch.nn.Parameter(weight.t().contiguous())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return row_parallel(projection(x, self.up, self.bias, parts=(0, 1, 2)), self.down)
+
+
+def block_gradients(block: torch.nn.Module) -> Outputs:
+    """y, dX and the parameters' gradients of one forward and backward."""
+    x, *_ = column_tensors()
+    (x,) = _leaves(x)
+    dy, _ = cancellation_inputs(ROWS, 1, K, seed=9)
+    y = block(x)
+    y.backward(dy)
+    found: Outputs = {"fsdp/y": y.detach(), "fsdp/dx": x.grad}  # type: ignore[dict-item]
+    for name, parameter in block.named_parameters():
+        gradient: Any = parameter.grad
+        found[f"fsdp/{name}"] = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return found
+
+
+def sharded_case() -> Outputs:
+    """FSDP2 over two ranks on equal data; the mean of two equal gradients is exact."""
+    from torch.distributed.device_mesh import init_device_mesh  # 2 s in each process
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return block_gradients(fully_shard(Block(), mesh=mesh))
 
 
 def backend_case() -> Outputs:

@@ -47,6 +47,7 @@ def test_every_form_gives_the_canonical_tree_on_every_rank(results, form):
             assert_bitwise_equal(result[f"{form}/reduce{rows}/bf16"], rounded, context)
             assert_bitwise_equal(result[f"{form}/scatter{rows}"], rounded[start:stop], context)
             assert_bitwise_equal(result[f"{form}/gather{rows}"], rounded, context)
+            assert result[f"{form}/untouched{rows}"], "the caller's root is not written to"
 
 
 def test_twin_the_sum_of_a_backend_or_a_left_fold_is_caught(results):
@@ -95,7 +96,7 @@ def test_row_parallel_equals_one_process(results, form):
 
 def test_lora_equals_one_process(results, form):
     tp = len(results)
-    x, base, a, b, dy = ranks.lora_tensors("column")
+    x, base, a, b, dy = ranks.lora_tensors()
     leaves = {"x": x, "base": base, "a": a, "b": b}
     one = whole("lora", leaves, lambda x, base, a, b: lora_linear(x, base, a, b, 0.75), dy)
     row = whole("row", leaves, lambda x, base, a, b: lora_linear(x, base, a, b, 0.75, style=RowStyle()), dy)
@@ -109,6 +110,23 @@ def test_lora_equals_one_process(results, form):
             local = name in ("dx", "da")
             expected = shard_columns(row[f"row/{name}"], tp, rank) if local else row[f"row/{name}"]
             assert_bitwise_equal(result[f"{form}/lora row/{name}"], expected, f"rank {rank} row {name}")
+
+
+@pytest.mark.parametrize("results", [2], indirect=True, ids=["fsdp2"])
+def test_fully_sharded_parameters_change_no_bit(results):
+    one = ranks.block_gradients(ranks.Block())
+    for rank, result in enumerate(results):
+        for name, expected in one.items():
+            assert_bitwise_equal(result[name], expected, f"rank {rank} {name}")
+
+
+def test_auto_gathers_few_rows_and_scatters_many():
+    """At 8 ranks and 5376 columns: 8 MiB are 55 rows from each of 7 peers."""
+    exchange = TorchDistributedCollective.__new__(TorchDistributedCollective)
+    exchange.form, exchange.world_size = "auto", 8
+    few, many = (torch.empty(rows, 5376, device="meta") for rows in (55, 56))
+    assert exchange._gathers(few)
+    assert not exchange._gathers(many)
 
 
 def test_one_rank_needs_no_group():

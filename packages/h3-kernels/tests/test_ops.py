@@ -1,4 +1,7 @@
-"""Theorem: the linears are opaque ops, so compiling, checkpointing, sharding or autocasting a model changes no bit."""
+"""Theorem: the linears are opaque ops, so compiling, checkpointing or autocasting a model changes no bit.
+
+Sharding its parameters is in test_collectives.py, with real ranks.
+"""
 
 import pytest
 import torch
@@ -7,8 +10,6 @@ from h3_kernels.lora import lora_linear
 from h3_kernels.projection import projection, projection_group
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import assert_bitwise_equal, cancellation_inputs, count_differing
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 ROWS, N, K = 10, 48, 32
@@ -124,38 +125,6 @@ def test_an_op_on_another_device_is_an_error():
         projection(x.to("meta"), weight.to("meta"))
     with pytest.raises(NotImplementedError):
         OPS.weight_grad(x.to_sparse(), x.to_sparse(), None, "auto")
-
-
-class Sharded(torch.nn.Module):
-    """The model above with its tensors as parameters."""
-
-    def __init__(self):
-        super().__init__()
-        _, weight, bias = leaves()
-        self.weight, self.bias = torch.nn.Parameter(weight.detach()), torch.nn.Parameter(bias.detach())
-
-    def forward(self, x):
-        return model(x, self.weight, self.bias)
-
-
-@pytest.fixture
-def one_rank_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
-@pytest.mark.usefixtures("one_rank_group")
-def test_fully_sharded_equals_plain():
-    plain = value_and_gradients(model)
-    module = fully_shard(Sharded(), mesh=init_device_mesh("cpu", (1,)))
-    x, _, _ = leaves()
-    y = module(x)
-    dy, _ = cancellation_inputs(ROWS, 1, K, seed=5)
-    y.backward(dy)
-    gradients = [p.grad.full_tensor() for p in (module.weight, module.bias)]
-    assert_same([y.detach(), x.grad, *gradients], plain)
 
 
 def test_twin_stock_linears_differ_on_these_inputs():

@@ -6,9 +6,10 @@ session sorts the rows of all microbatches by key and reduces each parameter onc
 and output gradients until then.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,9 @@ class BackwardSession:
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         self._parameters: dict[int, _Parameter] = {}
         self._finished = False
+        # A session is a Python object that must see every call as it happens, even inside a compiled region. Wrapped
+        # here and not at import: the wrapper loads the compiler, which would double the time this package takes.
+        self.eagerly = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
     def expect(self, weight: Tensor, bias: Tensor | None, keys: LogicalKeys | None, provider: str) -> None:
         """A forward pass used ``weight`` on the rows of ``keys``; recomputing it under checkpointing is the
@@ -147,6 +151,10 @@ class BackwardSession:
 
     def _name(self, t: Tensor) -> str:
         return self._names.get(id(t)) or f"parameter {list(t.shape)}"
+
+
+def _call(function: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> tuple[Tensor, ...]:
+    return function(*arguments)
 
 
 _active: list[BackwardSession] = []

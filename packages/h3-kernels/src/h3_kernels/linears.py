@@ -155,7 +155,7 @@ def apply_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     """y of one weight: through the session if one is open and the weight trains, else through the op."""
     session = active_session()
     if session is not None and torch.is_grad_enabled() and trains(weight, bias):
-        (y,) = _apply_in_session(call, session, x, [weight], [bias])
+        (y,) = session.eagerly(_apply, call, session, x, [weight], [bias])
         return cast(Tensor, y)
     # Without gradients, and with plain tensors, an eager call needs nothing of the op: half of its host time is saved.
     if type(x) is Tensor and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -169,7 +169,7 @@ def apply_group(
     """ys of several weights of one input, whose dX is one reduction."""
     session = active_session()
     if session is not None and torch.is_grad_enabled():
-        return cast(tuple[Tensor, ...], _apply_in_session(call, session, x, weights, biases))
+        return cast(tuple[Tensor, ...], session.eagerly(_apply, call, session, x, weights, biases))
     return _apply(call, None, x, weights, biases)
 
 
@@ -178,9 +178,3 @@ def _apply(
 ) -> tuple[Tensor, ...]:
     ys: tuple[Tensor, ...] = _Linears.apply(call, session, x, *weights, *biases)  # type: ignore[no-untyped-call]
     return ys
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _apply_in_session(*arguments: Any) -> tuple[Tensor, ...]:
-    """Eager even inside a compiled region: the session is a Python object that must see every call as it happens."""
-    return _apply(*arguments)

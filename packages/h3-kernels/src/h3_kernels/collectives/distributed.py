@@ -1,8 +1,7 @@
-"""Deterministic collectives over any torch.distributed backend: the wires only copy, the adds are our own
-tree.
+"""Deterministic collectives over any torch.distributed backend: the wires only copy, the adds are our own tree.
 
-A backend's own all-reduce adds in an order of its choosing (ring, double tree, in-switch), so it is never
-asked to add. Three forms move the bytes; they give the same bits:
+A backend's own all-reduce adds in an order of its choosing (ring, double tree, in-switch), so it is never asked to
+add. The forms move the bytes in different ways and give the same bits:
 
 ============  =============================================  =========================================
 form          fp32 tensors [T, N] a rank sends                when
@@ -10,6 +9,7 @@ form          fp32 tensors [T, N] a rank sends                when
 gather        tp - 1, in one exchange                         few rows: latency decides
 scatter       (tp - 1) / tp, and as much again of the output  many rows: a rank adds only its own rows
 hierarchical  as scatter in a node; 1 / node_size between     several nodes: a node is a whole subtree
+auto          gather or scatter, by the size of the call      one node
 ============  =============================================  =========================================
 """
 
@@ -21,9 +21,13 @@ from torch import Tensor
 
 from h3_kernels.contract import TP_DEGREES, row_range
 from h3_kernels.errors import CollectiveError
-from h3_kernels.reference import finish, fold_tree
+from h3_kernels.reference import finish
 
-Form = Literal["gather", "scatter", "hierarchical"]
+Form = Literal["auto", "gather", "scatter", "hierarchical"]
+
+GATHER_BYTES = 8 << 20
+"""What ``auto`` lets a rank receive in one exchange. Calculated, not measured: at 400 GB/s a second exchange pays for
+its 20 us of latency from about 8 MiB saved."""
 
 
 class TorchDistributedCollective:
@@ -36,7 +40,7 @@ class TorchDistributedCollective:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, form: Form = "gather", node_size: int | None = None
+        self, group: dist.ProcessGroup | None = None, form: Form = "auto", node_size: int | None = None
     ) -> None:
         group = dist.group.WORLD if group is None else group
         if group is None:
@@ -63,9 +67,9 @@ class TorchDistributedCollective:
         self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """See ``Collective``. Raises CollectiveError unless ``root`` is fp32 [T, N]."""
-        if self.form == "gather":
+        if self._gathers(root):
             _check_root(root)
-            return finish(fold_tree(_all_gather(root, self._levels[0])), bias, out_dtype)
+            return finish(_fold_in_place(_all_gather(root, self._levels[0])), bias, out_dtype)
         mine = self.reduce_scatter_tree(root, bias=bias, out_dtype=out_dtype)
         return self.all_gather_rows(mine, root.shape[0])
 
@@ -81,7 +85,7 @@ class TorchDistributedCollective:
             # Ranks count nodes first: row blocks of one local rank lie dist.get_world_size(level) apart.
             size = dist.get_world_size(level)
             blocks = block.view(-1, size, *block.shape[1:]).transpose(0, 1)
-            block = fold_tree(_all_to_all(blocks, level))
+            block = _fold_in_place(_all_to_all(blocks, level))
         start, stop = row_range(rows, self.world_size, self.rank)
         return finish(block[0, : stop - start], bias, out_dtype)
 
@@ -99,6 +103,10 @@ class TorchDistributedCollective:
             block = _all_gather(block, level).transpose(0, 1).flatten(0, 1)
         return block.flatten(0, 1)[:total]
 
+    def _gathers(self, root: Tensor) -> bool:
+        received = (self.world_size - 1) * root.numel() * root.element_size()
+        return self.form == "gather" or (self.form == "auto" and received <= GATHER_BYTES)
+
 
 def _node_groups(group: dist.ProcessGroup, node_size: int) -> list[dist.ProcessGroup]:
     """This rank's node, and the ranks at its place in all nodes."""
@@ -110,20 +118,32 @@ def _node_groups(group: dist.ProcessGroup, node_size: int) -> list[dist.ProcessG
 
 
 def _all_gather(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: the block of every rank. Bytes travel, so every backend carries every dtype."""
-    size = dist.get_world_size(group)
-    block = block.contiguous()
-    gathered = block.new_empty((size, *block.shape))
-    dist.all_gather_into_tensor(gathered.view(torch.uint8), block.view(torch.uint8).unsqueeze(0), group=group)
-    return gathered
+    """[ranks, ...]: the block of every rank, in new memory. Bytes travel, so every backend carries every dtype."""
+    sent = _on_wire(block, group)
+    gathered = sent.new_empty((dist.get_world_size(group), *block.shape))
+    dist.all_gather_into_tensor(gathered.view(torch.uint8), sent.view(torch.uint8).unsqueeze(0), group=group)
+    return gathered.to(block.device)
 
 
 def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: from every rank the block it holds for this one, of ``blocks`` [ranks, ...]."""
-    blocks = blocks.contiguous()
-    received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group)
-    return received
+    """[ranks, ...], in new memory: from every rank the block it holds for this one, of ``blocks`` [ranks, ...]."""
+    sent = _on_wire(blocks, group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received.to(blocks.device)
+
+
+def _on_wire(block: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The block, contiguous, where the group's backend reads it: gloo gathers host memory only."""
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return (block.cpu() if backends.get(block.device.type) == "gloo" else block).contiguous()
+
+
+def _fold_in_place(partials: Tensor) -> Tensor:
+    """``fold_tree`` of memory nobody else reads: no second copy of the roots."""
+    while partials.shape[0] > 1:
+        partials = partials[0::2].add_(partials[1::2])
+    return partials[0]
 
 
 def _pad_rows(t: Tensor, rows: int) -> Tensor:
