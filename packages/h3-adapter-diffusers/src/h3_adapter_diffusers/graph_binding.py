@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow
-from h3_kernels.binding import Binding, Bound, External
+from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.graph import (
     DiTConfig,
     Node,
@@ -27,7 +27,7 @@ from h3_kernels.graph import (
     Tracer,
     diffusers_inputs,
 )
-from h3_kernels.graph.settings import requested_operator
+from h3_kernels.graph.settings import replacement_name, requested_operator
 from h3_kernels.modes import Mode
 from h3_kernels.trace import fingerprint
 from h3_mapper.apply import diffusers_to_native
@@ -77,9 +77,8 @@ class GraphBinding:
         if reasons:
             raise InstallError(reasons)
         self._auditors = {n.name: Auditor() for n in self._dit.nodes} if settings.mode is Mode.AUDIT else {}
-        self._tracer: Tracer | None = None
+        self._record = _Record()
         self._replaced: dict[str, tuple[nn.Module, object]] = {}
-        self._device = next(model.parameters()).device
         self._fused: tuple[bool, ...] | None = None
         self._signature = inspect.signature(type(model).forward)
 
@@ -102,20 +101,27 @@ class GraphBinding:
             self._replace("the model", self._model, self._forward)
 
     def nodes(self) -> Iterator[tuple[str, Binding]]:
-        """What serves each node."""
+        """What served each node, read back from the last forward; LoRA terms have lines of their own."""
         settings = self._graph_settings({})
         for node in self._dit.nodes:
             contract = requested_operator(node, settings)
-            if node.name in self._auditors:
-                row = self._auditors[node.name].row(node.name)
-                yield (
-                    node.name,
-                    External(f"Diffusers; {row.differing} of {row.compared} values differ from {contract}"),
-                )
-            elif node.name in self._overlay:
-                yield node.name, External("kept by the overlay")
-            else:
-                yield node.name, Bound(contract, self._provider(node))
+            yield node.name, self._node(node, contract)
+            if node.name in self._record.tuned and self._settings.mode is Mode.STRICT:
+                yield f"{node.name}.lora", Bound(contract, "the linear's")
+
+    def _node(self, node: Node, contract: str) -> Binding:
+        if node.name in self._auditors:
+            row = self._auditors[node.name].row(node.name)
+            return External(f"Diffusers; {row.differing} of {row.compared} values differ from {contract}")
+        if node.name in self._overlay:
+            given = self._overlay[node.name][1]
+            return External(
+                f"{'Diffusers' if given is None else replacement_name(given)}, kept by the overlay"
+            )
+        actual = self._record.actual.get(node.name)
+        if actual is None:
+            return Refused("has not run since the install: run a forward first")
+        return Bound(contract, actual.partition(" by ")[2] or "the linear's")
 
     def audit(self) -> list[AuditRow]:
         """What audit mode has seen, per node that computes something."""
@@ -135,11 +141,11 @@ class GraphBinding:
     @contextmanager
     def tracing(self, tracer: Tracer) -> Iterator[None]:
         """Let `tracer` see the forwards in the block."""
-        self._tracer = tracer
+        self._record.watcher = tracer
         try:
             yield
         finally:
-            self._tracer = None
+            self._record.watcher = None
 
     def remove(self) -> list[str]:
         """Restore Diffusers' forwards; the names of those that something else has taken since."""
@@ -149,12 +155,6 @@ class GraphBinding:
         vars(module)["forward"] = ours
         self._replaced[name] = module, ours
 
-    def _provider(self, node: Node) -> str:
-        linear = node.op in ("projection", "row_parallel")
-        if self._device.type == "cpu":
-            return "reference" if linear else "written order"
-        return f"h3_kernels.providers ({self._settings.provider})" if linear else "h3_kernels.triton"
-
     def _graph_settings(self, overlay: Mapping[str, Replacement]) -> graph.Settings:
         s = self._settings
         return graph.Settings(
@@ -163,8 +163,9 @@ class GraphBinding:
             collective=s.collective,
             contract=s.contract,
             provider=s.provider,
+            attention=s.attention,
             overlay=overlay,
-            tracer=self._tracer,
+            tracer=self._record,
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -219,8 +220,30 @@ class GraphBinding:
             if node.name in self._auditors and node.op in provider_ops.OPERATIONS:
                 chosen[node.name] = _audited(_provider(context, node), self._auditors[node.name])
         if self._settings.mode is Mode.STRICT:
-            chosen |= lora_replacements(self._linears, self._settings, inputs, chosen)
+            terms = lora_replacements(self._linears, self._settings, inputs, chosen)
+            self._record.tuned = set(terms)
+            chosen |= terms
         return chosen
+
+
+class _Record:
+    """Tracer of the last forward: what computed each node; passes everything on to a tracer of the
+    caller's."""
+
+    def __init__(self) -> None:
+        self.actual: dict[str, str] = {}
+        self.tuned: set[str] = set()
+        self.watcher: Tracer | None = None
+
+    def begin(self, inputs: PackedInputs) -> None:
+        self.actual = {}
+        if self.watcher is not None:
+            self.watcher.begin(inputs)
+
+    def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
+        self.actual[node.name] = actual
+        if self.watcher is not None:
+            self.watcher.record(node, requested, actual, outputs)
 
 
 class _StageForward:

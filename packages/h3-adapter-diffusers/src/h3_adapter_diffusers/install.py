@@ -149,6 +149,7 @@ def install_h3_training(
     tp: TensorParallel | None = None,
     contract: str = parallel_id(UNITS),
     provider: str = "auto",
+    attention: str = "auto",
     scope: Scope | str = Scope.PROJECTIONS,
 ) -> Handle:
     """Make a `MiniMaxH3Transformer3DModel` compute the contracts, forward and backward.
@@ -165,6 +166,8 @@ def install_h3_training(
         tp: The result of `tensor_parallel.shard`, if the model is sharded.
         contract: Row-parallel contract id. The rollout must state the same.
         provider: A provider of h3-kernels by name, or "auto".
+        attention: In scope `model`, a provider of `h3_kernels.attention_providers` by name, or "auto". On CUDA
+            each has its own bits, so name one where the rollout's installation offers another.
         scope: "linears" for the six linears of every block, "projections" for every linear, "model" for
             every node. The rollout must be bound to the same.
 
@@ -180,6 +183,7 @@ def install_h3_training(
         rank=0 if tp is None else tp.rank,
         collective=None if tp is None else tp.collective,
         provider=provider,
+        attention=attention,
         scope=Scope(scope),
         clock=Clock(),
         ring=KeyRing(),

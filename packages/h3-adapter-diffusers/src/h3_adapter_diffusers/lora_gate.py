@@ -112,7 +112,9 @@ def lora_gate(
             f"{len(missed)} wrappers saw no forward or no gradient (first: {missed[0]}); the loss must depend on"
             " them, and the model must not be installed in scope 'model'"
         )
-    settings = Settings(Mode.STRICT, contract, 1, 0, None, provider, Scope.PROJECTIONS, Clock(), KeyRing())
+    settings = Settings(
+        Mode.STRICT, contract, 1, 0, None, provider, "auto", Scope.PROJECTIONS, Clock(), KeyRing()
+    )
     return GateReport(tuple(row for site in sites for row in _rows(site, seen[site.name], settings, seed)))
 
 

@@ -61,13 +61,18 @@ class Settings:
     rank: int
     collective: Collective | None
     provider: str
+    attention: str
+    """Provider of the attention forward, in scope `model`."""
     scope: Scope
     clock: Clock
     ring: KeyRing
 
     def describe(self) -> str:
         """The arguments of the install, for messages."""
-        return f"mode={self.mode}, scope={self.scope}, contract={self.contract}, tp={self.tp}, provider={self.provider}"
+        return (
+            f"mode={self.mode}, scope={self.scope}, contract={self.contract}, tp={self.tp},"
+            f" provider={self.provider}, attention={self.attention}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,8 @@ class ContractForward:
         self.rule = rule
         self.linear: Any = linear
         self.settings = settings
-        self.dtype = self.linear.weight.dtype
+        weight: Tensor = self.linear.weight
+        self.dtype = weight.dtype
         self.auditor = Auditor() if settings.mode is Mode.AUDIT else None
         self.ran: Ran | None = None
 
@@ -113,10 +119,7 @@ class ContractForward:
                 " it was applied to is called (call the model, not a submodule)"
             )
         if weight.dtype != self.dtype:
-            raise BoundModelError(
-                f"{self.name}: weight is {weight.dtype}, was {self.dtype} at install; an FSDP2 param_dtype policy or"
-                " a .to() changed it, and with it the bits: leave mixed precision to the checkpoint"
-            )
+            raise BoundModelError(cast_message(self.name, weight.dtype, self.dtype))
         return weight, bias
 
     def _compare(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -128,6 +131,14 @@ class ContractForward:
                 self.auditor.compare(
                     y[rows], contract_linear(self.rule, self.settings, x[rows], weight, bias), rows
                 )
+
+
+def cast_message(name: str, now: torch.dtype, before: torch.dtype | None) -> str:
+    """What to say of a parameter whose dtype changed under an installed model."""
+    return (
+        f"{name}: weight is {now}, was {before} at install; an FSDP2 param_dtype policy or a .to() changed it, and with"
+        " it the bits: leave mixed precision to the checkpoint"
+    )
 
 
 def contract_linear(rule: LinearRule, s: Settings, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

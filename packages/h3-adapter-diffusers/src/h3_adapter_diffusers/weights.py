@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from h3_adapter_diffusers.errors import BoundModelError
 from h3_adapter_diffusers.lora import base_of
+from h3_adapter_diffusers.method import cast_message
 
 _ATOM = re.compile(r"(?P<linear>.*)\.(?P<kind>weight|bias)(\[(?P<part>\w+)\])?")
 
@@ -35,12 +36,20 @@ class DiffusersTensors(Mapping[str, Tensor]):
         for name, module in model.named_modules():  # fuse_qkv_projections adds a copy of to_q, to_k and to_v
             if getattr(module, "fused_projections", False):
                 self._where[f"{nodes[name + '.to_qkv']}.weight"] = module, "to_qkv", "weight"
+        found = ((name, self._held(name)) for name in self._where)
+        self._dtypes = {name: None if tensor is None else tensor.dtype for name, tensor in found}
+
+    def _held(self, name: str) -> Tensor | None:
+        owner, attribute, kind = self._where[name]
+        held: Tensor | None = getattr(base_of(owner._modules[attribute]), kind)
+        return held
 
     def __getitem__(self, name: str) -> Tensor:
-        owner, attribute, kind = self._where[name]
-        tensor: Tensor | None = getattr(base_of(owner._modules[attribute]), kind)
+        tensor = self._held(name)
         if tensor is None:
             raise KeyError(name)
+        if tensor.dtype != self._dtypes[name]:
+            raise BoundModelError(cast_message(name, tensor.dtype, self._dtypes[name]))
         if isinstance(tensor, DTensor):
             raise BoundModelError(
                 f"{name}: a sharded DTensor at the call; FSDP2 gathers it only when the module it was applied to is"

@@ -69,7 +69,8 @@ def _rank(pipe: Connection, filename: str, name: str, args: Any, rank: int, worl
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
         spec = importlib.util.spec_from_file_location("h3_rank_cases", filename)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
