@@ -1,17 +1,17 @@
 """A real vLLM-Omni MiniMaxH3DiTModel on CPU, in one process for each tensor-parallel rank.
 
-The worker functions are module level, so that processes started by `spawn` can import them.
+The worker functions are module level, so that the processes can import them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,16 +19,22 @@ import torch.multiprocessing as mp
 from h3_mapper import H3Config
 from h3_mapper.plan import tensors
 from h3_mapper.spec import Layout
+from mapper_engines import TORCH, native_model
 
 TIMEOUT_S = 300
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1"}
+ENGINE_MODULES = [
+    "vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer",
+    "vllm_omni.diffusion.lora.manager",
+]
+"""Imported once, in the fork server: ten seconds and 600 MB that every rank then shares."""
 
 
 def trainer_state(config: H3Config, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random Diffusers-layout weights in the model's dtypes; the same in every process."""
     generator = torch.Generator().manual_seed(seed)
-    kinds = {"BF16": torch.bfloat16, "F32": torch.float32}
     return {
-        spec.name: torch.randn(spec.shape, generator=generator).to(kinds[spec.dtype])
+        spec.name: torch.randn(spec.shape, generator=generator).to(TORCH[spec.dtype])
         for spec in tensors(config, Layout.DIFFUSERS)
     }
 
@@ -36,7 +42,7 @@ def trainer_state(config: H3Config, seed: int = 0) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def engine(rank: int, world: int, port: int) -> Iterator[None]:
     """vLLM's configuration and a gloo tensor-parallel group of `world` ranks, this one `rank`."""
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_HOST_IP": "127.0.0.1", "VLLM_DIST_IDENT": f"h3{port}"}
+    os.environ["VLLM_DIST_IDENT"] = f"h3{port}"
     torch.set_num_threads(1)
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
@@ -51,21 +57,6 @@ def engine(rank: int, world: int, port: int) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def build(config: H3Config) -> Any:
-    """The engine's model of these sizes, its memory filled with NaN so that an unset value shows."""
-    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTModel
-
-    od_config = SimpleNamespace(
-        tf_model_config=config.to_json(native=True),
-        cache_config={"minimax_h3_adaln_cache": False},
-        parallel_config=SimpleNamespace(ulysses_degree=1),
-    )
-    model = MiniMaxH3DiTModel(od_config, diffusers_weights=False).eval()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.data.fill_(float("nan"))
-    return model
-
-
 def live(model: Any) -> dict[str, torch.Tensor]:
     """Parameters and the inv_freq buffer by name."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -73,14 +64,15 @@ def live(model: Any) -> dict[str, torch.Tensor]:
 
 def run_ranks(world: int, worker: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call `worker(rank, world, *arguments)` in `world` engine processes; their results by rank."""
+    os.environ |= QUIET
+    multiprocessing.set_forkserver_preload(ENGINE_MODULES)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.spawn(_enter, (world, port, folder, worker, arguments), nprocs=world, join=False)
-        for process in context.processes:
-            process.join(TIMEOUT_S)
-        while not context.join(1):
+        arguments_ = (world, port, folder, worker, arguments)
+        context = mp.start_processes(_enter, arguments_, nprocs=world, join=False, start_method="forkserver")
+        while not context.join(TIMEOUT_S):
             pass
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
@@ -102,7 +94,7 @@ def sync_worker(rank: int, world: int, config: H3Config) -> dict[str, Any]:
     buckets = [named[start : start + 7] for start in range(0, len(named), 7)][::-1]
     report: dict[str, Any] = {}
     for way in ("load_weights", "weight_loader", "load_into"):
-        model = build(config)
+        model = native_model(config)
         if way == "load_weights":
             sync = WeightSync(config, Layout.RELEASE, components={"transformer": ""})
             returned = set()
@@ -129,3 +121,39 @@ def sync_worker(rank: int, world: int, config: H3Config) -> dict[str, Any]:
             "partials": digest.partials(),
         }
     return report
+
+
+def lora_worker(
+    rank: int, world: int, config: H3Config, folders: list[tuple[str, bool]]
+) -> list[dict[str, Any]]:
+    """Bind adapter folders with vLLM-Omni's own manager, each to a new model.
+
+    folders: (path, complete the model's stacked mapping first). Returns the factors the layers then hold, by module,
+    or the manager's error.
+    """
+    return [_bind(config, path, stacked) for path, stacked in folders]
+
+
+def _bind(config: H3Config, path: str, stacked: bool) -> dict[str, Any]:
+    from h3_mapper.lora.engine import complete_stacked_mapping
+    from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
+    from vllm_omni.lora.request import LoRARequest
+
+    pipeline = torch.nn.Module()
+    pipeline.transformer = native_model(config)
+    if stacked:
+        complete_stacked_mapping(pipeline.transformer)
+    manager = DiffusionLoRAManager(pipeline, torch.device("cpu"), torch.bfloat16)
+    try:
+        manager.set_active_adapter(LoRARequest("test", 1, path))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {
+        "layers": {
+            name.removeprefix("transformer."): [
+                [stack[0, 0].clone() for stack in side]
+                for side in (layer.lora_a_stacked, layer.lora_b_stacked)
+            ]
+            for name, layer in manager._lora_modules.items()
+        }
+    }

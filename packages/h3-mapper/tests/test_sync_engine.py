@@ -9,6 +9,8 @@ from h3_mapper.sync_proof import DifferentWeightsError, LiveDigest, assert_same,
 from h3_mapper.tp import shard
 from sync_engines import run_ranks, sync_worker, trainer_state
 
+pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("h3-mapper-engines")]
+
 CONFIG = H3Config(
     num_attention_heads=4,
     attention_head_dim=16,
@@ -43,7 +45,6 @@ def expected(tp, rank):
     return made
 
 
-@pytest.mark.engine
 @pytest.mark.parametrize("way", ["load_weights", "weight_loader", "load_into"])
 def test_engine_holds_the_trainer_s_bits_whichever_way_they_came(reports, way):
     tp, ranks = reports
@@ -55,7 +56,6 @@ def test_engine_holds_the_trainer_s_bits_whichever_way_they_came(reports, way):
             assert torch.equal(found[name].view(torch.uint8), value.contiguous().view(torch.uint8)), name
 
 
-@pytest.mark.engine
 def test_returned_names_are_exactly_the_engine_s(reports):
     """R02: a loader that reports source names fails the strict check of a good load."""
     for report in reports[1]:
@@ -64,7 +64,6 @@ def test_returned_names_are_exactly_the_engine_s(reports):
         assert report["load_weights"]["returned"] == report["load_weights"]["expected_names"]
 
 
-@pytest.mark.engine
 def test_digests_of_the_engine_equal_the_trainer_s_and_one_ulp_is_named(reports):
     tp, ranks = reports
     trainer = LiveDigest(CONFIG, Layout.DIFFUSERS)

@@ -114,7 +114,8 @@ FORMATS: dict[str, Format] = {
             Alpha.METADATA, QkvRows.GROUPED, Fc1Rows.GATE_FIRST, no_dora=_NO_ENGINE_DORA,
             metadata=(("key_format", "minimax-h3-native"), ("qkv_layout", "grouped")),
         ),
-        # vLLM-Omni's general LoRA manager: a PEFT folder whose fused B is cut in [Q; K; V] and [gate; value].
+        # vLLM-Omni's general LoRA manager: a PEFT folder whose fused B is cut in [Q; K; V] and [gate; value]. At tp > 1
+        # the 0.30 manager compares the whole B with one rank's rows and refuses it: write `engine` there.
         Format(
             "vllm-omni", "vLLM-Omni folder, fused names, stacked rows", Naming.NATIVE, "transformer.", _A, _B,
             Alpha.PLAIN_CONFIG, QkvRows.STACKED, Fc1Rows.GATE_FIRST, ref_prefix="transformers_ref.",
