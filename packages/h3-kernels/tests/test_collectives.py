@@ -4,6 +4,8 @@ Each world size runs once, in spawned gloo processes, and saves every result; th
 calls in this process. All inputs cancel, so that another order of addition changes most elements.
 """
 
+import functools
+
 import gloo_ranks as ranks
 import pytest
 import torch
@@ -17,13 +19,34 @@ from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import assert_bitwise_equal, count_differing, shard_columns, shard_parts
 from h3_kernels.testing.orders import left_fold
 
-WORLD_SIZES = (2, 4, 8)
+NEEDS_CUDA = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WORLDS = [
+    *(pytest.param(("cpu", size), id=f"tp{size}") for size in (2, 4, 8)),
+    *(pytest.param(("cuda", size), id=f"tp{size}-one-gpu", marks=NEEDS_CUDA) for size in (2, 4, 8)),
+]
 BIAS = torch.arange(5).float()
 
 
-@pytest.fixture(scope="module", params=WORLD_SIZES, ids=lambda size: f"tp{size}")
-def results(request, tmp_path_factory):
-    return ranks.run_ranks(request.param, tmp_path_factory.mktemp(f"tp{request.param}"))
+class Results(list):
+    """What every rank saved, in rank order, and the device they all used."""
+
+    def __init__(self, device, size, folder):
+        super().__init__(ranks.run_ranks(size, folder, device))
+        self.device = device
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Results by device and size, each run once."""
+    return functools.cache(lambda *world: Results(*world, tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.fixture(params=WORLDS)
+def results(request, worlds):
+    return worlds(*request.param)
 
 
 @pytest.fixture(params=ranks.FORMS)
@@ -32,8 +55,10 @@ def form(request):
 
 
 def whole(name, leaves, call, dy):
+    """y and gradients of one process, brought to the CPU as the ranks' are."""
     leaves = {n: t.clone().requires_grad_() for n, t in leaves.items()}
-    return ranks.gradients(name, call(*leaves.values()), dy, **leaves)
+    found = ranks.gradients(name, call(*leaves.values()), dy, **leaves)
+    return {n: t.cpu() for n, t in found.items()}
 
 
 def test_every_form_gives_the_canonical_tree_on_every_rank(results, form):
@@ -61,8 +86,8 @@ def test_twin_the_sum_of_a_backend_or_a_left_fold_is_caught(results):
 
 
 def test_column_parallel_equals_one_process(results, form):
-    x, weight, bias, dy = ranks.column_tensors()
-    call = lambda x, w, b: projection(x, w, b, parts=(0, 1, 2), logical_keys=ranks.keys())  # noqa: E731
+    x, weight, bias, dy = ranks.column_tensors(results.device)
+    call = lambda x, w, b: projection(x, w, b, parts=(0, 1, 2), logical_keys=ranks.keys(results.device))  # noqa: E731
     one = whole("column", {"x": x, "w": weight, "b": bias}, call, dy)
     tp = len(results)
     for rank, result in enumerate(results):
@@ -79,8 +104,8 @@ def test_column_parallel_equals_one_process(results, form):
 
 
 def test_row_parallel_equals_one_process(results, form):
-    x, weight, bias, dy = ranks.row_tensors()
-    call = lambda x, w, b: row_parallel(x, w, b, logical_keys=ranks.keys())  # noqa: E731
+    x, weight, bias, dy = ranks.row_tensors(results.device)
+    call = lambda x, w, b: row_parallel(x, w, b, logical_keys=ranks.keys(results.device))  # noqa: E731
     one = whole("row", {"x": x, "w": weight, "b": bias}, call, dy)
     tp = len(results)
     for rank, result in enumerate(results):
@@ -96,7 +121,7 @@ def test_row_parallel_equals_one_process(results, form):
 
 def test_lora_equals_one_process(results, form):
     tp = len(results)
-    x, base, a, b, dy = ranks.lora_tensors()
+    x, base, a, b, dy = ranks.lora_tensors(results.device)
     leaves = {"x": x, "base": base, "a": a, "b": b}
     one = whole("lora", leaves, lambda x, base, a, b: lora_linear(x, base, a, b, 0.75), dy)
     row = whole("row", leaves, lambda x, base, a, b: lora_linear(x, base, a, b, 0.75, style=RowStyle()), dy)
@@ -112,8 +137,8 @@ def test_lora_equals_one_process(results, form):
             assert_bitwise_equal(result[f"{form}/lora row/{name}"], expected, f"rank {rank} row {name}")
 
 
-@pytest.mark.parametrize("results", [2], indirect=True, ids=["fsdp2"])
-def test_fully_sharded_parameters_change_no_bit(results):
+def test_fully_sharded_parameters_change_no_bit(worlds):
+    results = worlds("cpu", 2)
     one = ranks.block_gradients(ranks.Block())
     for rank, result in enumerate(results):
         for name, expected in one.items():
