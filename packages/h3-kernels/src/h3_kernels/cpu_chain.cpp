@@ -1,11 +1,12 @@
 // Fixed-order fp32 GEMM for the CPU: the same order as reference.py, compiled.
 //
-// out[m, n] = tree over units of ( chain over k of fp32(a[m, k] * b[k, n]) ), every operation rounded on its own.
+// out[m, n] = tree over units of ( chain over k of fp32(a[m, k] * b[n, k]) ), every operation rounded on its own.
 // Vectorised over n only, so no element's order depends on the blocking or on the number of threads. Must be compiled
 // with -ffp-contract=off: a fused multiply-add would skip the rounding of the product.
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -23,11 +24,36 @@ constexpr int kLevels = 4;    // partials alive in a tree of 8 units, the curren
 
 struct Problem {
   const float* a;  // [m, k], row-major
-  const float* b;  // [k, n], row-major
-  float* out;      // [m, n], row-major
+  const void* b;   // [n, k], any strides, fp32 or bf16
+  int64_t b_stride_n, b_stride_k;  // in elements
+  bool b_is_bf16;
+  float* out;  // [m, n], row-major
   int64_t m, n, k;
   int units;
 };
+
+inline float widen(float value) { return value; }
+
+inline float widen(uint16_t bf16) {
+  const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// Columns [column, column + columns) of b transposed, as fp32 [k, kColumns]; missing columns are zero.
+template <typename T>
+void pack(const Problem& p, int64_t column, int64_t columns, float* panel) {
+  const T* b = static_cast<const T*>(p.b) + column * p.b_stride_n;
+  if (columns < kColumns) std::fill_n(panel, p.k * kColumns, 0.0f);
+  if (p.b_stride_n == 1) {
+    for (int64_t k = 0; k < p.k; ++k)
+      for (int64_t c = 0; c < columns; ++c) panel[k * kColumns + c] = widen(b[k * p.b_stride_k + c]);
+  } else {
+    for (int64_t c = 0; c < columns; ++c)
+      for (int64_t k = 0; k < p.k; ++k) panel[k * kColumns + c] = widen(b[c * p.b_stride_n + k * p.b_stride_k]);
+  }
+}
 
 // One tile of kRows x kColumns; b is a packed [k, kColumns] panel, rows beyond m are computed from row 0 and dropped.
 H3_CLONES void tile(const Problem& p, const float* panel, int64_t row, int64_t column, int64_t columns) {
@@ -64,9 +90,10 @@ void columns_from(const Problem& p, int64_t first, int64_t stride) {
   std::vector<float> panel(static_cast<size_t>(p.k) * kColumns);
   for (int64_t column = first * kColumns; column < p.n; column += stride * kColumns) {
     const int64_t columns = std::min<int64_t>(kColumns, p.n - column);
-    for (int64_t k = 0; k < p.k; ++k) {
-      std::copy_n(p.b + k * p.n + column, columns, panel.data() + k * kColumns);
-      std::fill_n(panel.data() + k * kColumns + columns, kColumns - columns, 0.0f);
+    if (p.b_is_bf16) {
+      pack<uint16_t>(p, column, columns, panel.data());
+    } else {
+      pack<float>(p, column, columns, panel.data());
     }
     for (int64_t row = 0; row < p.m; row += kRows) tile(p, panel.data(), row, column, columns);
   }
@@ -74,9 +101,9 @@ void columns_from(const Problem& p, int64_t first, int64_t stride) {
 
 }  // namespace
 
-extern "C" void h3_tree_gemm_f32(const float* a, const float* b, float* out, int64_t m, int64_t n, int64_t k,
-                                 int units, int threads) {
-  const Problem p{a, b, out, m, n, k, units};
+extern "C" void h3_tree_gemm_f32(const float* a, const void* b, int64_t b_stride_n, int64_t b_stride_k,
+                                 int b_is_bf16, float* out, int64_t m, int64_t n, int64_t k, int units, int threads) {
+  const Problem p{a, b, b_stride_n, b_stride_k, b_is_bf16 != 0, out, m, n, k, units};
   const int64_t blocks = (n + kColumns - 1) / kColumns;
   const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, blocks));
   std::vector<std::thread> pool;

@@ -33,8 +33,7 @@ Kernel = Callable[[Tensor, Tensor, int], Tensor]
 
 @functools.cache
 def load() -> Kernel | None:
-    """The compiled kernel ``(a [M, K], b [K, N], units) -> root [M, N]``, all fp32 contiguous, or None
-    without one."""
+    """The compiled ``(a [M, K], b [N, K], units) -> root [M, N] fp32`` of bf16 or fp32 operands, or None."""
     if os.environ.get(SWITCH, "").lower() == "torch":
         return None
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -80,14 +79,17 @@ def build(compiler: str) -> Path:
 
 
 def _wrap(function: "ctypes._NamedFuncPointer") -> Kernel:
+    pointer, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     function.restype = None
-    function.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+    function.argtypes = [pointer, pointer, i64, i64, i32, pointer, i64, i64, i64, i32, i32]
 
     def kernel(a: Tensor, b: Tensor, units: int) -> Tensor:
-        (m, k), n = a.shape, b.shape[1]
+        a = a.float().contiguous()
+        (m, k), n = a.shape, b.shape[0]
         out = torch.empty(m, n)
         threads = min(torch.get_num_threads(), 1 + m * n * k // _PRODUCTS_PER_THREAD)
-        function(a.data_ptr(), b.data_ptr(), out.data_ptr(), m, n, k, units, threads)
+        strides = b.stride(0), b.stride(1), b.dtype == torch.bfloat16
+        function(a.data_ptr(), b.data_ptr(), *strides, out.data_ptr(), m, n, k, units, threads)
         return out
 
     return kernel

@@ -33,9 +33,8 @@ def tree_gemm(
     K is cut into ``units`` equal chains, the canonical fp32 tree adds them, ``bias`` [N] is added in fp32 at
     the root, and the root is rounded once to ``out_dtype``. ``compiled=False`` keeps to torch operations.
     """
-    root = _root_compiled(a, b, units) if compiled else None
-    if root is None:
-        root = fold_tree(unit_partials(a, b, units))
+    kernel = cpu_chain.load() if compiled else None
+    root = fold_tree(unit_partials(a, b, units)) if kernel is None else kernel(a, b, units)
     return finish(root, bias, out_dtype)
 
 
@@ -82,13 +81,6 @@ def fold_tree(partials: Tensor) -> Tensor:
     while partials.shape[0] > 1:
         partials = partials[0::2] + partials[1::2]
     return partials[0]
-
-
-def _root_compiled(a: Tensor, b: Tensor, units: int) -> Tensor | None:
-    kernel = cpu_chain.load()
-    if kernel is None:
-        return None
-    return kernel(a.float().contiguous(), b.float().t().contiguous(), units)
 
 
 def truth(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
