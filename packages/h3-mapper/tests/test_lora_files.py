@@ -70,12 +70,14 @@ def base_state(layout, seed=3, config=TINY):
     return made
 
 
-def save_base(folder, layout, state=None):
+def save_base(folder, layout, state=None, config=TINY):
     folder.mkdir()
     stated = {} if layout is Layout.DIFFUSERS else {"h3.layout": str(layout)}
     name = "model.safetensors" if layout.native else "diffusion_pytorch_model.safetensors"
-    safetensors.torch.save_file(state or base_state(layout), folder / name, {"format": "pt", **stated})
-    (folder / "config.json").write_text(json.dumps(TINY.to_json(native=layout.native)))
+    safetensors.torch.save_file(
+        state or base_state(layout, config=config), folder / name, {"format": "pt", **stated}
+    )
+    (folder / "config.json").write_text(json.dumps(config.to_json(native=layout.native)))
     return folder
 
 

@@ -124,6 +124,8 @@ def _config_file(path: Path | None) -> H3Config:
 def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     from h3_mapper.convert import convert
 
+    if args.tp is not None:
+        return _convert_shards(args, progress)
     done = convert(
         args.source,
         args.destination,
@@ -156,6 +158,25 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
         "components": components,
     }
     return Outcome("\n".join(lines), data)
+
+
+def _convert_shards(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.tp_files import convert_shards
+
+    done = convert_shards(
+        args.source,
+        args.destination,
+        args.tp,
+        to=args.to,
+        stated=args.stated,
+        max_shard_size=args.max_shard_size,
+        digest=args.digest,
+        threads=_threads(args),
+        progress=progress,
+    )
+    text = f"{done.destination}: {args.to}, {len(done.folders)} ranks, {done.nbytes:,} bytes"
+    data = {"destination": str(done.destination), "layout": args.to, "bytes": done.nbytes}
+    return Outcome(text, data | {"folders": [str(folder) for folder in done.folders]})
 
 
 def _verify(args: argparse.Namespace, progress: Progress | None) -> Outcome:
@@ -239,6 +260,7 @@ COMMANDS = (
             _argument(
                 "--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB, 4GiB ..."
             ),
+            _argument("--tp", type=int, metavar="N", help="write one folder for each tensor-parallel rank"),
             _DIGEST,
             _THREADS,
         ),

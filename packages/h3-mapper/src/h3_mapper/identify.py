@@ -7,7 +7,7 @@ from pathlib import Path
 
 from h3_mapper.check import Seen, check, check_derived, layout_of
 from h3_mapper.config import H3Config
-from h3_mapper.errors import MixedLayoutsError
+from h3_mapper.errors import MixedLayoutsError, ShapeError
 from h3_mapper.infer import infer_config
 from h3_mapper.pieces import opened
 from h3_mapper.plan import derived
@@ -42,6 +42,9 @@ def configuration(component: Component, layout: Layout) -> H3Config:
 def identified(component: Component, stated: Layout | None = None) -> Identified:
     """Layout, configuration and every check. Raises the MapperError kind that says what is wrong."""
     tensors, where = seen(component), str(component.path)
+    if shards := [header for header in component.headers if "h3.tp" in header.metadata]:
+        part = f"rank {shards[0].metadata.get('h3.rank')} of tp {shards[0].metadata['h3.tp']}"
+        raise ShapeError(f"{where}: is {part} of a checkpoint; convert and verify the whole one")
     if component.declared and not all(LAYOUT_KEY in header.metadata for header in component.headers):
         raise MixedLayoutsError(
             f"{where}: some shards declare a layout and some do not; they are not one checkpoint"
