@@ -191,7 +191,7 @@ def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> P
     return PackedInputs(
         video=x.flatten(0, 1).index_select(0, video),
         audio=audio_x.flatten(0, 1).index_select(0, audio),
-        text=kwargs["prompt_embeds"].to(device)[: text.shape[0]],
+        text=kwargs["prompt_embeds"].to(device),
         video_positions=video,
         audio_positions=audio,
         text_positions=text,

@@ -3,11 +3,12 @@
 Every node's value for a row depends on that row (and, for attention, on its document) alone: not on the
 number of rows, their position, padding, other documents or the split of heads and channels over ranks. CPU
 tensors take the order written in the node's module; CUDA tensors take ``h3_kernels.triton``. CPU and CUDA
-bits are each invariant, not equal to each other (except ``rope_table`` and ``timestep_sinusoid``).
+bits are each invariant, not equal to each other (except ``rope_table``, ``timestep_sinusoid`` and ``silu``).
 """
 
 from h3_kernels.nodes._op import NodeOp
 from h3_kernels.nodes.adaln import MODALITIES, adaln_index, adaln_parts
+from h3_kernels.nodes.angle_table import angle_table
 from h3_kernels.nodes.attention import attention
 from h3_kernels.nodes.gated_residual import gated_residual, gated_residual_norm, residual
 from h3_kernels.nodes.packing import scatter_rows, select_rows
@@ -22,6 +23,7 @@ __all__ = [
     "NodeOp",
     "adaln_index",
     "adaln_parts",
+    "angle_table",
     "attention",
     "gated_residual",
     "gated_residual_norm",

@@ -43,8 +43,9 @@ def attention(
 
     ``q``, ``k``, ``v``: [T, heads, D] of one dtype, packed rows; ``cu_seqlens``: [documents + 1] int32, 0
     first, T last, not decreasing; ``max_seqlen``: the longest document (a host integer, so that nothing is
-    read back from the device); ``scale``: D ** -0.5; ``provider``: on CUDA, a forward of ``attention_providers``, each
-    with its own bits. Returns [T, heads, D] contiguous. Raises InputError on a wrong shape, dtype or provider.
+    read back from the device); ``scale``: D ** -0.5; ``provider``: on CUDA, a forward of
+    ``attention_providers``, each with its own bits. Returns [T, heads, D] contiguous. Raises InputError on a
+    wrong shape, dtype or provider.
     """
     name = "attention"
     same = q.dim() == 3 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype

@@ -1,10 +1,7 @@
 """The rotary table of the packed rows: [cos | sin] of the (t, h, w) angles, in bf16.
 
-Written order, elementwise: angle = float32(position) * inv_freq, rounded to float32, as both engines compute
-it; sin and cos of that angle from IEEE operations (``_elementary``), rounded to float32, then to bf16. The
-table is bf16 in both engines (diffusers 0.42 casts it to the activations' dtype, vLLM-Omni 0.30 stores it
-so), so it is part of the model. No device kernel is needed: the same operations give the same bits on CPU and
-CUDA.
+The order is that of ``angle_table``. The table is bf16 in both engines (diffusers 0.42 casts it to the
+activations' dtype, vLLM-Omni 0.30 stores it so), so it is part of the model.
 """
 
 from __future__ import annotations
@@ -12,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from h3_kernels.nodes._elementary import sin_cos
 from h3_kernels.nodes._op import check
+from h3_kernels.nodes.angle_table import angle_table
 
 
 def inverse_frequencies(count: int, theta: float = 10000.0) -> Tensor:
@@ -33,8 +30,4 @@ def rope_table(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype = torch.b
     """
     right = positions.dim() == 2 and positions.shape[1] == 3
     check(right, "rope_table", f"positions must be [rows, 3] (t, h, w), got {list(positions.shape)}")
-    right = inv_freq.dim() == 1 and inv_freq.dtype == torch.float32
-    check(right, "rope_table", f"inv_freq must be float32 [F], got {inv_freq.dtype} {list(inv_freq.shape)}")
-    angles = positions.to(torch.float32).unsqueeze(-1) * inv_freq
-    sin, cos = sin_cos(angles.flatten(1))
-    return torch.cat((cos, sin), dim=-1).to(dtype)
+    return angle_table(positions.to(torch.float32), inv_freq, dtype)

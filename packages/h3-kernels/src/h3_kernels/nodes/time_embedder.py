@@ -17,8 +17,9 @@ import math
 import torch
 from torch import Tensor
 
-from h3_kernels.nodes._elementary import exp, sigmoid, sin_cos
+from h3_kernels.nodes._elementary import exp, sigmoid
 from h3_kernels.nodes._op import NodeOp, check
+from h3_kernels.nodes.angle_table import angle_table
 
 
 def sinusoid_frequencies(width: int, max_period: float = 10000.0) -> Tensor:
@@ -31,13 +32,11 @@ def sinusoid_frequencies(width: int, max_period: float = 10000.0) -> Tensor:
 def timestep_sinusoid(timesteps: Tensor, frequencies: Tensor) -> Tensor:
     """Return [M, 2 F] float32: cosines, then sines, of each timestep times each frequency.
 
-    ``timesteps``: [M] in [0, 1], unscaled; ``frequencies``: [F] float32. Raises InputError on a wrong shape or dtype.
+    ``timesteps``: [M] in [0, 1], unscaled; ``frequencies``: [F] float32. Raises InputError on a wrong shape
+    or dtype.
     """
     check(timesteps.dim() == 1, "timestep_sinusoid", f"timesteps must be [M], got {list(timesteps.shape)}")
-    right = frequencies.dim() == 1 and frequencies.dtype == torch.float32
-    check(right, "timestep_sinusoid", f"frequencies must be float32 [F], got {frequencies.dtype}")
-    sin, cos = sin_cos(timesteps.to(torch.float32)[:, None] * frequencies[None])
-    return torch.cat((cos, sin), dim=-1)
+    return angle_table(timesteps.to(torch.float32)[:, None], frequencies, torch.float32)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -56,4 +55,4 @@ def _silu_backward(dy: Tensor, x: Tensor, *, needs: tuple[bool, ...]) -> tuple[T
     return ((dy.float() * (s * (1.0 + g * (1.0 - s)))).to(x.dtype) if needs[0] else None,)
 
 
-SILU = NodeOp("silu", "swiglu", _silu, _silu_backward)
+SILU = NodeOp("silu", "elementary", _silu, _silu_backward)
