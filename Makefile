@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 BIN := $(CURDIR)/.venv/bin
 SOURCES := packages benchmarks tools tests examples noxfile.py
+SUITES := tests h3-mapper h3-kernels h3-adapter-vllm h3-adapter-diffusers
 PIP_QUIET := --disable-pip-version-check --quiet
 
 .PHONY: demo test setup lint format typecheck unit parity docs clean
@@ -35,8 +36,11 @@ format:
 typecheck:
 	$(BIN)/mypy packages/h3-mapper/src packages/h3-kernels/src packages/h3-adapter-vllm/src packages/h3-adapter-diffusers/src
 
-unit:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadgroup -m "not gpu"
+unit: $(SUITES:%=unit-%)
+
+# One run per package: the engines and torch.distributed keep one global group per process, and packages must not share it.
+unit-%:
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "not gpu" $(if $(filter tests,$*),tests,packages/$*)
 
 parity: setup  ## the same tiny weights through both real engines, with and without the adapters
 	OMP_NUM_THREADS=1 $(BIN)/python tools/parity.py
