@@ -174,6 +174,13 @@ def storage_freed(block, x, dy, keys):
     block.fc1.untyped_storage().resize_(0)
 
 
+def bias_of_two_weights(block, x, dy, keys):
+    batch_keys = LogicalKeys(keys)
+    other = block.fc1.detach().clone().requires_grad_()
+    for weight in (block.fc1, other):
+        projection(x, weight, block.fc1_bias, logical_keys=batch_keys)
+
+
 def nested(block, x, dy, keys):
     with backward_session():
         pass
@@ -187,6 +194,7 @@ MISUSES = {
     input_changed_in_place: (SessionError, "x of fc1 was changed in place"),
     gradient_already_there: (SessionError, "fc1 already has a gradient"),
     storage_freed: (SessionError, "fc1 was freed or sharded"),
+    bias_of_two_weights: (SessionError, "shared with another linear in other pairs"),
     nested: (SessionError, "do not nest"),
 }
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from h3_kernels import autograd
 from h3_kernels.errors import ContractError, InputError
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.lora import ColumnStyle, LoraSlice, RowStyle, lora_linear, lora_slices
@@ -113,6 +114,13 @@ def test_rows_are_independent_and_gradients_follow_keys(dtype):
     assert_bitwise_equal(permuted[3], da)
     assert_bitwise_equal(permuted[4], db)
     assert_bitwise_equal(lora_linear(x[4], base[4], a, b, 0.5), y[4])
+
+
+def test_rows_added_in_blocks_have_the_same_bits(monkeypatch, dtype):
+    x, base, a, b, _ = tensors(dtype)
+    whole = lora_linear(x, base, a, b, SCALING)
+    monkeypatch.setattr(autograd, "_SCALED_ADD_ELEMENTS", 5 * N)
+    assert_bitwise_equal(lora_linear(x, base, a, b, SCALING), whole)
 
 
 def test_an_adapter_of_zeros_returns_the_base(dtype):

@@ -1,15 +1,15 @@
 """Forward and backward of the two linears as torch.library ops in the ``h3_kernels`` namespace.
 
-Opaque to the compiler and the same code in eager mode, so bits cannot depend on torch.compile, checkpointing
-or sharding. Orders (docs/contract.md):
+Opaque to the compiler and the same code in eager mode, so bits cannot depend on torch.compile, checkpointing or
+sharding. Orders (docs/contract.md):
 
-- column-parallel: y is one chain over K; dX is the unit tree over 8 ranges of N, unit-major over the fused
-  parts.
+- column-parallel: y is one chain over K; dX is the unit tree over 8 ranges of N, unit-major over the fused parts.
 - row-parallel: y is the unit tree over K; dX is one chain over N, with no sum across ranks.
 - dW and dbias: one chain over the rows in ascending logical-key order, local to the rank.
 
-Shapes: x [T, K], weight [N, K] (a rank's shard), bias [N], y and dy [T, N], order int64 [active rows].
-``collective`` is a name from ``collectives.protocol.name_of``; "" is a single rank.
+Shapes: x [..., K], weight [N, K] (a rank's shard), bias [N], y and dy [..., N]; leading dimensions are T rows, and
+sequence parallelism has exactly one. ``order`` is int64 [active rows]. ``collective`` is a name from
+``collectives.protocol.name_of``; "" is a single rank.
 """
 
 from collections.abc import Callable
@@ -26,6 +26,9 @@ NAMESPACE = "h3_kernels"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 Grads = tuple[Tensor | None, ...]
+
+_SCALED_ADD_ELEMENTS = 1 << 24
+"""Rows are added in blocks of this many elements: fp32 temporaries of 64 MiB, instead of 1 GB at 8349 rows of fc1."""
 
 
 def _define(signature: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
@@ -44,8 +47,7 @@ def rows_of(t: Tensor) -> Tensor:
 
 
 def _with_rows_of(y: Tensor, x: Tensor) -> Tensor:
-    """[..., N] of y [T, N] with the leading dimensions of x [..., K]. Not a view to autograd: the op made the
-    tensor."""
+    """[..., N] of y [T, N] with the leading dimensions of x [..., K], and not a view: the op made the tensor."""
     if x.dim() == 2:
         return y
     reshaped: Tensor = torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])
@@ -67,7 +69,7 @@ def column_parallel(  # noqa: PLR0913, PLR0917  # an op has no keyword objects
     provider: str,
     collective: str,
 ) -> Tensor:
-    """y [T, N]: one chain per element. ``units`` is the rank's share of the units of dX."""
+    """y [..., N]: one chain per element. ``units`` is the rank's share of the units of dX."""
     if gather_rows:
         x = by_name(collective).all_gather_rows(x, gather_rows)
     y = tree_gemm(rows_of(x), weight, units=1, out_dtype=out_dtype, bias=bias, provider=provider)
@@ -116,7 +118,7 @@ def row_parallel(
     provider: str,
     collective: str,
 ) -> Tensor:
-    """y [T, N], or the rank's rows of it: ``units`` chains per element, the tree, one rounding."""
+    """y [..., N], or the rank's rows of it: ``units`` chains per element, the tree, one rounding."""
     rows = rows_of(x)
     if collective:
         root = tree_gemm(rows, weight, units=units, out_dtype=torch.float32, provider=provider)
@@ -162,8 +164,7 @@ def _input_grad(
     provider: str,
     collective: str,
 ) -> Tensor:
-    """dX [..., K] = dy W: the unit tree over N, each unit one chain over its share of every part in ``parts``
-    order."""
+    """dX [..., K] = dy W: the unit tree over N, each unit one chain over its share of every part in ``parts`` order."""
     rows, weight = _unit_major(rows_of(dy), 1, parts, units), _unit_major(weight, 0, parts, units)
     if collective:
         root = tree_gemm(rows, weight.t(), units=units, out_dtype=torch.float32, provider=provider)
@@ -180,15 +181,13 @@ def _input_grad_fake(
 
 
 def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
-    """Reorder dimension ``dim`` from [part, unit, width] to [unit, part in ``parts`` order, width]; may be a
-    view."""
-    if len(parts) == 1:
+    """Reorder dimension ``dim`` from [part, unit, width] to [unit, part in ``parts`` order, width]."""
+    if len(parts) == 1 or (units == 1 and list(parts) == sorted(parts)):
         return t
     width = t.shape[dim] // (len(parts) * units)
     blocks = t.reshape(*t.shape[:dim], len(parts), units, width, *t.shape[dim + 1 :])
-    if list(parts) != sorted(parts):
-        blocks = blocks.index_select(dim, torch.tensor(parts, device=t.device))
-    return blocks.transpose(dim, dim + 1).flatten(dim, dim + 2)
+    # stack and not index_select: an index made on the host could not be captured in a CUDA graph.
+    return torch.stack([blocks.select(dim, part) for part in parts], dim=dim + 1).flatten(dim, dim + 2)
 
 
 def _weight_grad(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
@@ -220,13 +219,17 @@ def _bias_grad_fake(dy: Tensor, order: Tensor | None, dtype: torch.dtype, provid
 
 
 def scaled_add(base: Tensor, term: Tensor, scaling: float) -> Tensor:
-    """base + scaling * term [T, N] in fp32, product and sum each rounded, then one rounding to base's
-    dtype."""
-    return (base.float() + term.float() * scaling).to(base.dtype)
+    """base + scaling * term [T, N] in fp32, product and sum each rounded, then one rounding to base's dtype."""
+    out = torch.empty_like(base, memory_format=torch.contiguous_format)
+    rows = max(1, _SCALED_ADD_ELEMENTS // max(base.shape[-1], 1))
+    blocks = (torch.split(rows_of(whole), rows) for whole in (out, base, term))
+    for y, b, t in zip(*blocks, strict=True):
+        y.copy_(b.float() + t.float() * scaling)
+    return out
 
 
 def _scaled_add_fake(base: Tensor, term: Tensor, scaling: float) -> Tensor:
-    return torch.empty_like(base)
+    return torch.empty_like(base, memory_format=torch.contiguous_format)
 
 
 def _scaled_add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,9 +1,8 @@
 """One reduction of dW and dbias over all microbatches, in ascending logical-key order.
 
-Adding the rounded gradients of microbatches gives bits that depend on how the rows were cut into
-microbatches. A session keeps the rows instead: each backward pass hands it (dy, x, keys), and leaving the
-session sorts the rows of all microbatches by key and reduces each parameter once. It holds the activations
-and output gradients until then.
+Adding the rounded gradients of microbatches gives bits that depend on how the rows were cut into microbatches. A
+session keeps the rows instead: each backward pass hands it (dy, x, keys), and leaving the session sorts the rows of
+all microbatches by key and reduces each parameter once. It holds the activations and output gradients until then.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,16 +46,16 @@ class BackwardSession:
     def __init__(self, model: nn.Module | None = None) -> None:
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         self._parameters: dict[int, _Parameter] = {}
+        self._bias_owners: dict[int, _Parameter] = {}
         self._finished = False
         # A session is a Python object that must see every call as it happens, even inside a compiled region. Wrapped
         # here and not at import: the wrapper loads the compiler, which would double the time this package takes.
         self.eagerly = torch.compiler.disable(_call)  # type: ignore[no-untyped-call]
 
     def expect(self, weight: Tensor, bias: Tensor | None, keys: LogicalKeys | None, provider: str) -> None:
-        """A forward pass used ``weight`` on the rows of ``keys``; recomputing it under checkpointing is the
-        same use.
+        """A forward pass used ``weight`` on the rows of ``keys``; recomputing it under checkpointing is the same use.
 
-        Raises SessionError without keys, or if weight or bias is not a leaf parameter.
+        Raises SessionError without keys, if weight or bias is not a leaf, or if either appears in another pair.
         """
         self._check_open()
         if keys is None:
@@ -69,11 +68,15 @@ class BackwardSession:
                     f"{self._name(t)} is computed, not a leaf; its gradient cannot wait for the session"
                 )
         parameter = self._parameters.setdefault(id(weight), _Parameter(weight, bias, provider))
+        owner = self._bias_owners.setdefault(id(bias), parameter)
+        if parameter.bias is not bias or (bias is not None and owner is not parameter):
+            raise SessionError(
+                f"{self._name(weight)} and its bias are shared with another linear in other pairs"
+            )
         parameter.uses.setdefault(id(keys), _Use(keys))
 
     def record(self, weight: Tensor, keys: LogicalKeys, dy: Tensor, x: Tensor) -> None:
-        """Backward of one use: dy [T, N] and x [T, K]. Raises SessionError if this use was recorded
-        before."""
+        """Backward of one use: dy [T, N] and x [T, K]. Raises SessionError if this use was recorded before."""
         self._check_open()
         use = self._parameters[id(weight)].uses[id(keys)]
         if use.dy is not None:
@@ -97,11 +100,10 @@ class BackwardSession:
             )
 
     def finish(self) -> None:
-        """Reduce every parameter once and set its ``grad``; nothing is set unless every parameter can be
-        reduced.
+        """Reduce every parameter once and set its ``grad``; nothing is set unless every parameter can be reduced.
 
-        Raises SessionError for a missing backward pass, a gradient that is already there, or rows changed in
-        place since they were recorded; LogicalKeysError for an active key on two rows of one parameter.
+        Raises SessionError for a missing backward pass, a gradient that is already there, or rows changed in place
+        since they were recorded; LogicalKeysError for an active key on two rows of one parameter.
         """
         self._check_open()
         self.validate_complete()
@@ -162,13 +164,11 @@ _active: list[BackwardSession] = []
 
 @contextmanager
 def backward_session(model: nn.Module | None = None) -> Iterator[BackwardSession]:
-    """Defer dW and dbias of every strict linear inside to one reduction, done when the block ends without an
-    error.
+    """Defer dW and dbias of every strict linear inside to one reduction, done when the block ends without an error.
 
-    Every forward pass inside needs ``LogicalKeys``, one object per microbatch; dX flows as usual. Sessions do
-    not nest. The session lives in eager mode: compiled regions fall back to it. Parameters must be whole and
-    their gradients unset: sharded (FSDP) parameters free their storage before the session ends and are
-    refused.
+    Every forward pass inside needs ``LogicalKeys``, one object per microbatch; dX flows as usual. Sessions do not
+    nest. The session lives in eager mode: compiled regions fall back to it. Parameters must be whole and their
+    gradients unset: sharded (FSDP) parameters free their storage before the session ends and are refused.
     """
     if _active:
         raise SessionError("a backward session is already open; sessions do not nest")

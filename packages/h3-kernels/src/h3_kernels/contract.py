@@ -1,12 +1,11 @@
 """The two arithmetic contracts as data: ids, units, the tree, and which shapes are legal. Needs no torch.
 
-``h3-projection-gemm-v1``: every output element is one *chain*: a single fp32 accumulator that starts at zero
-and consumes K in ascending 16-wide steps, then one round-to-nearest-even to the output dtype.
+``h3-projection-gemm-v1``: every output element is one *chain*: a single fp32 accumulator that starts at zero and
+consumes K in ascending 16-wide steps, then one round-to-nearest-even to the output dtype.
 
-``h3-parallel-v1-uU``: K is cut into U equal contiguous *units*. Each unit is a chain; the U partials are
-added in fp32 along the canonical tree, the bias is added in fp32 at the root, and the root is rounded once.
-Rank r of tp owns units [U r / tp, U (r + 1) / tp): a whole subtree, so it sends one fp32 tensor and the bytes
-are those of one process.
+``h3-parallel-v1-uU``: K is cut into U equal contiguous *units*. Each unit is a chain; the U partials are added in
+fp32 along the canonical tree, the bias is added in fp32 at the root, and the root is rounded once. Rank r of tp owns
+units [U r / tp, U (r + 1) / tp): a whole subtree, so it sends one fp32 tensor and the bytes are those of one process.
 
 Both contracts are declared by this project; docs/contract.md gives the order of the backward pass.
 """
@@ -62,8 +61,7 @@ def parallel_id(units: int = UNITS) -> str:
 
 
 def parse_parallel_id(contract: str) -> int:
-    """Unit count of a row-parallel contract id. Raises ValueError for anything else, naming the ids there
-    are."""
+    """Unit count of a row-parallel contract id. Raises ValueError for anything else, naming the ids there are."""
     known = {parallel_id(units): units for units in UNIT_COUNTS}
     if contract not in known:
         raise ValueError(f"contract {contract!r} is not a row-parallel contract; known: {', '.join(known)}")
@@ -81,8 +79,7 @@ def unit_bounds(k: int, units: int = UNITS) -> tuple[tuple[int, int], ...]:
 
 
 def rank_units(tp: int, rank: int, units: int = UNITS) -> tuple[int, int]:
-    """Half-open range of the units that ``rank`` of ``tp`` owns: always one whole subtree of the canonical
-    tree.
+    """Half-open range of the units that ``rank`` of ``tp`` owns: always one whole subtree of the canonical tree.
 
     Raises ValueError unless tp is 1, 2, 4 or 8, does not exceed ``units``, and 0 <= rank < tp.
     """
@@ -99,19 +96,16 @@ def rank_units(tp: int, rank: int, units: int = UNITS) -> tuple[int, int]:
 
 
 def row_range(rows: int, tp: int, rank: int) -> tuple[int, int]:
-    """Half-open row range of ``rank`` when ``rows`` rows are scattered: chunks of ceil(rows / tp), last ones
-    shorter."""
+    """Half-open range of the rows ``rank`` holds of scattered ``rows``: ceil(rows / tp) each, the last ones fewer."""
     chunk = -(-rows // tp)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
 def legality(contract: str, *, n: int, k: int, tp: int = 1, parts: int = 1) -> Legal | Rejected:
-    """Whether ``contract`` covers a linear of N x K (sizes of the whole weight, not of a shard) at degree
-    ``tp``.
+    """Whether ``contract`` covers a linear of N x K (sizes of the whole weight, not of a shard) at degree ``tp``.
 
-    ``parts`` is the number of equal row blocks a fused column-parallel weight holds (3 for q/k/v, 2 for
-    gate/value); tensor parallelism shards each of them, and the backward pass cuts each of them into 8 units
-    (docs/contract.md).
+    ``parts`` is the number of equal row blocks a fused column-parallel weight holds (3 for q/k/v, 2 for gate/value);
+    tensor parallelism shards each of them, and the backward pass cuts each of them into 8 units (docs/contract.md).
     """
     if n <= 0 or k <= 0:
         return Rejected(f"N={n}, K={k}: both must be positive")

@@ -1,8 +1,7 @@
-"""Compiled CPU chain: ``cpu_chain.cpp`` built once by the system's C++ compiler into a keyed cache, through
-ctypes.
+"""Compiled CPU chain: ``cpu_chain.cpp`` built once by the system's C++ compiler into a keyed cache, through ctypes.
 
-Optional: without a compiler, or with ``H3_CPU_CHAIN=torch``, ``load`` returns None and reference.py runs the
-same order in torch operations, with the same bits. A test compares the two.
+Optional: without a compiler, or with ``H3_CPU_CHAIN=torch``, ``load`` returns None and reference.py runs the same
+order in torch operations, with the same bits. A test compares the two.
 """
 
 import ctypes
@@ -49,8 +48,7 @@ def load() -> Kernel | None:
 
 
 def cache_directory() -> Path:
-    """Where built libraries are kept: ``H3_KERNELS_CACHE``, else ``h3-kernels`` in the user's cache
-    directory."""
+    """Where built libraries are kept: ``H3_KERNELS_CACHE``, else ``h3-kernels`` in the user's cache directory."""
     chosen = os.environ.get(CACHE)
     if chosen:
         return Path(chosen)
@@ -58,8 +56,7 @@ def cache_directory() -> Path:
 
 
 def build(compiler: str) -> Path:
-    """Path of the library, compiled now unless the cache holds this source, these flags and this compiler's
-    version.
+    """Path of the library, compiled now unless the cache holds this source, these flags and this compiler's version.
 
     Raises subprocess.CalledProcessError if the compiler fails, OSError if the cache cannot be written.
     """

@@ -6,8 +6,7 @@ class H3KernelsError(Exception):
 
 
 class ContractError(H3KernelsError, ValueError):
-    """An unknown contract id, or a shape, unit count or tensor-parallel degree the contract does not
-    cover."""
+    """An unknown contract id, or a shape, unit count or tensor-parallel degree the contract does not cover."""
 
 
 class InputError(H3KernelsError, ValueError):

@@ -1,5 +1,4 @@
-"""The path of a linear whose gradients involve more than its own op: several weights of one input, or a
-session.
+"""The path of a linear whose gradients involve more than its own op: several weights of one input, or a session.
 
 Everything else takes the ops of autograd.py directly. Both paths run the same gradient ops, so bits agree.
 """
@@ -18,8 +17,7 @@ from h3_kernels.logical_keys import LogicalKeys
 
 @dataclass(frozen=True, slots=True)
 class ColumnCall:
-    """Settings of ``column_parallel``; with several weights they are the parts of one fused weight, in
-    order."""
+    """Settings of ``column_parallel``; with several weights they are the parts of one fused weight, in order."""
 
     keys: LogicalKeys | None
     parts: list[int]

@@ -1,8 +1,7 @@
 """Logical keys: the identity of each row, and so the order in which weight gradients consume rows.
 
-A weight gradient sums over rows. Rows are packed, padded and permuted differently by every engine and every
-batch, so the sum follows the rows' keys, not their place in memory: ascending, lexicographic, padding
-dropped.
+A weight gradient sums over rows. Rows are packed, padded and permuted differently by every engine and every batch, so
+the sum follows the rows' keys, not their place in memory: ascending, lexicographic, padding dropped.
 """
 
 import torch
@@ -14,12 +13,10 @@ KEY_WIDTHS = (2, 3)
 
 
 class LogicalKeys:
-    """Keys of the T rows of one microbatch, checked, copied and sorted once, used by every linear of the
-    model.
+    """Keys of the T rows of one microbatch, checked, copied and sorted once, used by every linear of the model.
 
-    ``keys`` is int64 [T, 2] or [T, 3], for example (sample, token). A row whose first column is negative is
-    padding and takes no part in weight gradients. Active keys must be unique. Building one synchronises with
-    the device.
+    ``keys`` is int64 [T, 2] or [T, 3], for example (sample, token). A row whose first column is negative is padding
+    and takes no part in weight gradients. Active keys must be unique. Building one synchronises with the device.
 
     Raises LogicalKeysError for another dtype or shape, or if an active key occurs twice.
     """
@@ -33,8 +30,7 @@ class LogicalKeys:
             )
         self.keys = keys.detach().clone()
         self.order = canonical_order(self.keys)
-        """int64 indices of the active rows in ascending key order, or None if the rows already are in that
-        order."""
+        """int64 indices of the active rows in ascending key order, or None if the rows already are in that order."""
 
     @property
     def rows(self) -> int:

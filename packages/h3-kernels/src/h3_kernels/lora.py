@@ -4,9 +4,8 @@
     dtype t = B h        a chain over the rank, left in fp32 y = base + scaling * t    in fp32, product and
     sum each rounded, then one rounding
 
-``base`` is the rounded output of the base linear, so a wrapper around any base layer has the same result, and
-an adapter of zeros returns it unchanged. PEFT and vLLM both round h, t, the product and the sum, each in its
-own order.
+``base`` is the rounded output of the base linear, so a wrapper around any base layer has the same result, and an
+adapter of zeros returns it unchanged. PEFT and vLLM both round h, t, the product and the sum, each in its own order.
 """
 
 from collections.abc import Sequence
@@ -36,8 +35,7 @@ class ColumnStyle:
 
 @dataclass(frozen=True, slots=True)
 class RowStyle:
-    """The adapted linear is row-parallel: A this rank's columns, B whole; ``contract`` as for the base
-    linear."""
+    """The adapted linear is row-parallel: A this rank's columns, B whole; ``contract`` as for the base linear."""
 
     contract: str = f"h3-parallel-v1-u{UNITS}"
     tp: int = 1
@@ -74,9 +72,9 @@ def lora_linear(
 ) -> Tensor:
     """y [..., N] = base_out [..., N] + scaling * (x [..., K] a [r, K]^T) b [N, r]^T, in the module's order.
 
-    All tensors share a dtype, bf16 or fp32. Backward: d base_out is dy; ``scaling * dy`` is rounded once to
-    that dtype and then takes the gradient orders of the two projections. Raises what ``projection`` and
-    ``row_parallel`` raise.
+    All tensors share a dtype, bf16 or fp32. Backward: d base_out is dy; ``scaling * dy`` is rounded once to that
+    dtype and then takes the gradient orders of the two projections. Raises what ``projection`` and ``row_parallel``
+    raise.
     """
     keys = as_logical_keys(logical_keys)
     check_operands("lora_linear", x, a, None)
@@ -95,8 +93,8 @@ def lora_slices(
 ) -> Tensor:
     """``lora_linear`` on each slice of a fused linear's output; columns no slice covers are base_out's.
 
-    The shrinking products of all slices run as one. Bits equal ``lora_linear`` on each slice alone. Raises
-    InputError if slices overlap or leave the output, and what ``lora_linear`` raises.
+    The shrinking products of all slices run as one. Bits equal ``lora_linear`` on each slice alone. Raises InputError
+    if slices overlap or leave the output, and what ``lora_linear`` raises.
     """
     keys = as_logical_keys(logical_keys)
     ordered = sorted(slices, key=lambda s: s.start)
@@ -142,8 +140,7 @@ def _expand(
     provider: str,
     keys: LogicalKeys | None,
 ) -> Tensor:
-    """base_out + scaling * B h. B's rows are sharded for a column-parallel linear, so its dX is a unit
-    tree."""
+    """base_out + scaling * B h. B's rows are sharded for a column-parallel linear, so its dX is a unit tree."""
     column = isinstance(style, ColumnStyle)
     tp = style.tp if column else 1
     if column:

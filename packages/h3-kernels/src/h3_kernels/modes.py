@@ -16,8 +16,7 @@ class Mode(StrEnum):
     STRICT = "strict"
     """The contract, or an error. Never a fallback."""
     AUDIT = "audit"
-    """The engine's own result is returned; the contract is computed beside it and differences are
-    recorded."""
+    """The engine's own result is returned; the contract is computed beside it and differences are recorded."""
 
 
 def resolve_mode(argument: Mode | str | None = None) -> Mode:

@@ -1,5 +1,4 @@
-"""``h3-projection-gemm-v1``: the column-parallel linear, and every projection that tensor parallelism
-replicates."""
+"""``h3-projection-gemm-v1``: the column-parallel linear, and every projection that tensor parallelism replicates."""
 
 from collections.abc import Sequence
 
@@ -30,21 +29,18 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
 ) -> Tensor:
     """y [..., N] = x [..., K] weight [N, K]^T + bias [N]: one fp32 chain over K per element, rounded once.
 
-    x and weight are both bf16 or both fp32; y has their dtype. A column's bits depend on its weight row
-    alone, so a fused weight equals its parts and a shard equals its slice; a row's bits depend on that row of
-    x alone.
+    x and weight are both bf16 or both fp32; y has their dtype. A column's bits depend on its weight row alone, so a
+    fused weight equals its parts and a shard equals its slice; a row's bits depend on that row of x alone.
 
-    Backward: dX is the canonical tree over 8 ranges of N. For a fused weight, ``parts`` lists its equal row
-    blocks in the order a unit consumes them: (0, 1, 2) for [q; k; v], (0, 1) for [gate; value], (1, 0) for
-    [value; gate]. With ``tp`` above 1, weight is ``rank``'s shard (its 1/tp of every part) and ``collective``
-    completes dX; its bits are those of tp=1. dW and dbias sum over rows in ascending ``logical_keys``, or in
-    the order given without them.
+    Backward: dX is the canonical tree over 8 ranges of N. For a fused weight, ``parts`` lists its equal row blocks in
+    the order a unit consumes them: (0, 1, 2) for [q; k; v], (0, 1) for [gate; value], (1, 0) for [value; gate]. With
+    ``tp`` above 1, weight is ``rank``'s shard (its 1/tp of every part) and ``collective`` completes dX; its bits are
+    those of tp=1. dW and dbias sum over rows in ascending ``logical_keys``, or in the order given without them.
 
-    ``gather_rows``: x holds this rank's rows of a sequence of that many (sequence parallel,
-    ``contract.row_range``); y has all rows, dX again this rank's.
+    ``gather_rows``: x holds this rank's rows of a sequence of that many (sequence parallel, ``contract.row_range``);
+    y has all rows, dX again this rank's.
 
-    Raises InputError, ContractError, CollectiveError, LogicalKeysError or ProviderError; nothing is computed
-    then.
+    Raises InputError, ContractError, CollectiveError, LogicalKeysError or ProviderError; nothing is computed then.
     """
     check_operands("projection", x, weight, bias)
     if not parts or sorted(parts) != list(range(len(parts))):
@@ -85,8 +81,8 @@ def projection_group(
     """[projection(x, w, b) for every weight], with the dX of the fused weight: one tree, one rounding.
 
     Equals ``projection(x, cat(weights), parts=(0, 1, ...))`` bit for bit in y, dX, dW and dbias. Separate
-    ``projection`` calls agree in all but dX, which autograd then adds up from rounded parts. Weights are [N,
-    K] of one shape.
+    ``projection`` calls agree in all but dX, which autograd then adds up from rounded parts. Weights are [N, K] of
+    one shape.
 
     Raises what ``projection`` raises.
     """
@@ -115,8 +111,7 @@ def projection_group(
 
 
 def input_grad_units(n: int, parts: int) -> int:
-    """Units of dX of a whole [N, K] weight: 8, or 1 (a plain chain) where N does not divide, so cannot be
-    sharded."""
+    """Units of dX of a whole [N, K] weight: 8, or 1 (a plain chain) where N does not divide, so cannot be sharded."""
     return 1 if n % (parts * UNITS) else UNITS
 
 

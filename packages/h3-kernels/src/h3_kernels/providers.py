@@ -1,8 +1,8 @@
 """Providers: what may compute ``tree_gemm``, who is asked first, and why a candidate was refused.
 
-``tree_gemm`` is the one arithmetic primitive of the package; every linear, forward and backward, is one or
-two calls of it. A provider is legal for a call only if its bits equal the fixed-order chain's; ``probe``
-proves it on the device.
+``tree_gemm`` is the one arithmetic primitive of the package; every linear, forward and backward, is one or two calls
+of it. A provider is legal for a call only if its bits equal the fixed-order chain's; ``probe`` proves it on the
+device.
 """
 
 import functools
@@ -26,8 +26,8 @@ DTYPES = (torch.bfloat16, torch.float32)
 class GemmCall:
     """What a provider needs to know to accept a call: sizes, dtypes, layouts and the device, no data.
 
-    ``a_layout`` is "k" if a's rows are contiguous along K, "m" if its columns are contiguous along M;
-    ``b_layout`` likewise "k" or "n". ``capability`` is the CUDA compute capability, None on the CPU.
+    ``a_layout`` is "k" if a's rows are contiguous along K, "m" if its columns are contiguous along M; ``b_layout``
+    likewise "k" or "n". ``capability`` is the CUDA compute capability, None on the CPU.
     """
 
     m: int
@@ -88,8 +88,7 @@ _registry: dict[str, tuple[int, Provider]] = {}
 
 
 def register(provider: Provider, priority: int) -> None:
-    """Offer ``provider`` to ``choose``; a higher priority is asked first. A name registered again is
-    replaced."""
+    """Offer ``provider`` to ``choose``; a higher priority is asked first. A name registered again is replaced."""
     _registry[provider.name] = (priority, provider)
     _chosen.cache_clear()
 
@@ -104,9 +103,9 @@ def registered() -> list[Provider]:
 def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Provider:
     """First legal provider for ``call``, or the one named ``wanted`` if it is legal.
 
-    A provider is legal if it does not refuse the call and its probe on ``device`` (the current device of the
-    call's type by default) succeeds. Choices are remembered per call, name and device. Raises ProviderError
-    with the reason of every candidate if none is legal.
+    A provider is legal if it does not refuse the call and its probe on ``device`` (the current device of the call's
+    type by default) succeeds. Choices are remembered per call, name and device. Raises ProviderError with the reason
+    of every candidate if none is legal.
     """
     return _chosen(call, wanted, device or torch.device(call.device_type))
 
@@ -146,13 +145,12 @@ def tree_gemm(
     bias: Tensor | None = None,
     provider: str = "auto",
 ) -> Tensor:
-    """[M, N] = a [M, K] times b [N, K] transposed, in the order ``units`` states, by the provider that
-    ``choose`` gives.
+    """[M, N] = a [M, K] times b [N, K] transposed, in the order ``units`` states, by the provider that ``choose``
+    gives.
 
-    a and b share a device and a dtype, bf16 or fp32 (fp32 products are never TF32). An operand with neither
-    dimension contiguous is copied first. ``bias`` [N] is added in fp32 before the one rounding to
-    ``out_dtype`` (bf16 or fp32). Raises InputError for operands outside this, ProviderError if no provider is
-    legal.
+    a and b share a device and a dtype, bf16 or fp32 (fp32 products are never TF32). An operand with neither dimension
+    contiguous is copied first. ``bias`` [N] is added in fp32 before the one rounding to ``out_dtype`` (bf16 or fp32).
+    Raises InputError for operands outside this, ProviderError if no provider is legal.
     """
     _check(a, b, units, out_dtype, bias)
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
@@ -176,8 +174,7 @@ def tree_gemm(
 
 
 def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
-    """The operand and its layout; strides that no GEMM reads (both above 1, or overlapping rows) are
-    copied."""
+    """The operand and its layout; strides that no GEMM reads (both above 1, or overlapping rows) are copied."""
     rows, columns = t.shape
     if t.stride(1) == 1 and (rows == 1 or t.stride(0) >= columns):
         return t, "k"

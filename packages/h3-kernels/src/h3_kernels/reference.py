@@ -1,12 +1,11 @@
 """The contracts on the CPU, and the fp64 truth they are judged against.
 
 One product at a time, k ascending: ``product = fp32(a * b)`` (exact for bf16 operands), ``acc = fp32(acc +
-product)``, never fused. Every step is an elementwise operation over [M, N], so no bit of an element can
-depend on M, N, its position, its neighbours or the number of threads. ``cpu_chain`` runs the same order
-compiled; both give the same bits.
+product)``, never fused. Every step is an elementwise operation over [M, N], so no bit of an element can depend on M,
+N, its position, its neighbours or the number of threads. ``cpu_chain`` runs the same order compiled; both give the
+same bits.
 
-CPU and GPU bits are not promised to be equal to each other: a GPU adds 16 products per step inside the tensor
-core.
+CPU and GPU bits are not promised to be equal to each other: a GPU adds 16 products per step inside the tensor core.
 """
 
 import torch
@@ -30,8 +29,8 @@ def tree_gemm(
 ) -> Tensor:
     """[M, N] product of a [M, K] and b [N, K], both bf16 or fp32, any strides, on the CPU.
 
-    K is cut into ``units`` equal chains, the canonical fp32 tree adds them, ``bias`` [N] is added in fp32 at
-    the root, and the root is rounded once to ``out_dtype``. ``compiled=False`` keeps to torch operations.
+    K is cut into ``units`` equal chains, the canonical fp32 tree adds them, ``bias`` [N] is added in fp32 at the
+    root, and the root is rounded once to ``out_dtype``. ``compiled=False`` keeps to torch operations.
     """
     kernel = cpu_chain.load() if compiled else None
     root = fold_tree(unit_partials(a, b, units)) if kernel is None else kernel(a, b, units)
@@ -39,8 +38,7 @@ def tree_gemm(
 
 
 def finish(root: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """Add ``bias`` [N] to the fp32 ``root`` [M, N] in fp32 and round once, to nearest even, to
-    ``out_dtype``."""
+    """Add ``bias`` [N] to the fp32 ``root`` [M, N] in fp32 and round once, to nearest even, to ``out_dtype``."""
     if bias is not None:
         root = root + bias.float()
     return root.to(out_dtype)
@@ -76,8 +74,7 @@ def _chain_into(acc: Tensor, a_KM: Tensor, b_KN: Tensor) -> None:
 
 
 def fold_tree(partials: Tensor) -> Tensor:
-    """fp32 sum of [U, ...] over its first dimension in canonical tree order; U is a power of two. Not in
-    place."""
+    """fp32 sum of [U, ...] over its first dimension in canonical tree order; U is a power of two. Not in place."""
     while partials.shape[0] > 1:
         partials = partials[0::2] + partials[1::2]
     return partials[0]

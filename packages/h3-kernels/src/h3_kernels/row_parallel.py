@@ -23,21 +23,19 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
     logical_keys: LogicalKeys | Tensor | None = None,
     scatter_rows: bool = False,
 ) -> Tensor:
-    """y [..., N] = x [..., K] weight [N, K]^T + bias [N]: unit chains over K, canonical fp32 tree, one
-    rounding.
+    """y [..., N] = x [..., K] weight [N, K]^T + bias [N]: unit chains over K, canonical fp32 tree, one rounding.
 
     x and weight are both bf16 or both fp32; y has their dtype. With ``tp`` above 1 they are ``rank``'s K / tp
-    columns, ``collective`` adds the ranks' fp32 subtree roots, and y is whole on every rank. ``bias`` is
-    whole on every rank.
+    columns, ``collective`` adds the ranks' fp32 subtree roots, and y is whole on every rank. ``bias`` is whole on
+    every rank.
 
-    Backward: dX is one chain over N, local to the rank; dW and dbias sum over rows in ascending
-    ``logical_keys``, or in the order given without them.
+    Backward: dX is one chain over N, local to the rank; dW and dbias sum over rows in ascending ``logical_keys``, or
+    in the order given without them.
 
-    ``scatter_rows``: y holds this rank's rows only (sequence parallel, ``contract.row_range``); x is then [T,
-    K / tp].
+    ``scatter_rows``: y holds this rank's rows only (sequence parallel, ``contract.row_range``); x is then [T, K /
+    tp].
 
-    Raises InputError, ContractError, CollectiveError, LogicalKeysError or ProviderError; nothing is computed
-    then.
+    Raises InputError, ContractError, CollectiveError, LogicalKeysError or ProviderError; nothing is computed then.
     """
     check_operands("row_parallel", x, weight, bias)
     try:

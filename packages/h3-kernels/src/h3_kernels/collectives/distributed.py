@@ -31,12 +31,11 @@ its 20 us of latency from about 8 MiB saved."""
 
 
 class TorchDistributedCollective:
-    """Tree collective of a process group of 1, 2, 4 or 8 ranks; the group's rank order is the tree's leaf
-    order.
+    """Tree collective of a process group of 1, 2, 4 or 8 ranks; the group's rank order is the tree's leaf order.
 
-    ``form`` is one of the table above. ``hierarchical`` needs ``node_size``, the number of consecutive ranks
-    on a node (a divisor of the group's size); building it creates subgroups, so every rank of the group must
-    build it. Raises CollectiveError for another size or form.
+    ``form`` is one of the table above. ``hierarchical`` needs ``node_size``, the number of consecutive ranks on a
+    node (a divisor of the group's size); building it creates subgroups, so every rank of the group must build it.
+    Raises CollectiveError for another size or form.
     """
 
     def __init__(
@@ -90,8 +89,7 @@ class TorchDistributedCollective:
         return finish(block[0, : stop - start], bias, out_dtype)
 
     def all_gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        """See ``Collective``. Raises CollectiveError if this rank holds another number of rows than its
-        share."""
+        """See ``Collective``. Raises CollectiveError if this rank holds another number of rows than its share."""
         start, stop = row_range(total, self.world_size, self.rank)
         if rows.shape[0] != stop - start:
             raise CollectiveError(

@@ -15,10 +15,9 @@ from h3_kernels.reference import finish
 class Collective(Protocol):
     """Exchange of fp32 subtree roots [T, N] between the ranks of one tensor-parallel group.
 
-    Rank r's root stands for units [U r / tp, U (r + 1) / tp). Results are the canonical tree's, bit for bit
-    what one process computes, and the same bytes on every rank. ``bias`` [N] is added in fp32 at the root of
-    the whole tree and the sum is rounded once to ``out_dtype``; both happen before bytes travel where that
-    sends fewer.
+    Rank r's root stands for units [U r / tp, U (r + 1) / tp). Results are the canonical tree's, bit for bit what one
+    process computes, and the same bytes on every rank. ``bias`` [N] is added in fp32 at the root of the whole tree
+    and the sum is rounded once to ``out_dtype``; both happen before bytes travel where that sends fewer.
     """
 
     @property
@@ -103,8 +102,7 @@ def by_name(name: str) -> Collective:
 
 
 def check_collective(collective: Collective | None, tp: int, rank: int, units: int) -> None:
-    """Raise CollectiveError unless ``collective`` is the one of ``rank`` in ``tp`` ranks sharing ``units``
-    units."""
+    """Raise CollectiveError unless ``collective`` is the one of ``rank`` in ``tp`` ranks sharing ``units`` units."""
     try:
         rank_units(tp, rank, units)
     except ValueError as error:

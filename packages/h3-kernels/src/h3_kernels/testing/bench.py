@@ -1,7 +1,7 @@
 """Timing variants against each other in one run: interleaved, L2 flushed, CUDA graphs, medians.
 
-Variants of one run share clocks, temperature and neighbours; two runs do not. So a benchmark reports ratios from here,
-never a time compared with a time of another day.
+Variants of one run share clocks, temperature and neighbours; two runs do not. So a benchmark reports ratios from
+here, never a time compared with a time of another day.
 """
 
 import statistics
@@ -36,8 +36,8 @@ def interleaved_bench(
 ) -> dict[str, Timing]:
     """Time each variant once per round, in a rotating order, and return its median, 10th and 90th percentile.
 
-    On CUDA each variant is captured into a graph (``graphs``) and timed by events on the current stream, after a write
-    of 256 MiB that empties the L2 (``flush_l2``). On the CPU variants are called and timed by the wall clock.
+    On CUDA each variant is captured into a graph (``graphs``) and timed by events on the current stream, after a
+    write of 256 MiB that empties the L2 (``flush_l2``). On the CPU variants are called and timed by the wall clock.
     """
     for run in variants.values():
         for _ in range(warmup):

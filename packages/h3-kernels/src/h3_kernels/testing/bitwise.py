@@ -14,8 +14,7 @@ def count_differing(a: Tensor, b: Tensor) -> int:
 def assert_bitwise_equal(a: Tensor, b: Tensor, context: str = "") -> None:
     """Raise AssertionError unless a and b have the same shape, dtype and bytes.
 
-    The message gives how many elements differ, the coordinate of the first, both values and both bit
-    patterns.
+    The message gives how many elements differ, the coordinate of the first, both values and both bit patterns.
     """
     differing = _differing(a, b, context)
     count = int(differing.sum())

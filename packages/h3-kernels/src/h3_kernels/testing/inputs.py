@@ -1,5 +1,4 @@
-"""Inputs that make a wrong order visible: a sum over random values often hides a reordering below the
-rounding."""
+"""Inputs that make a wrong order visible: a sum over random values often hides a reordering below the rounding."""
 
 import torch
 from torch import Tensor
@@ -18,10 +17,12 @@ def random_inputs(
 def cancellation_inputs(
     m: int, n: int, k: int, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """x [m, k] and weight [n, k] whose large products cancel exactly, so that the order decides every bit of the rest.
+    """x [m, k] and weight [n, k] whose large products cancel exactly, so that the order decides every bit of the
+    rest.
 
-    The second half of K repeats the first with the sign of x flipped, so what cancels lies in different units of every
-    tree. Every 16th column is 2^-14 as large and does not cancel: what is left has the size of the fp32 rounding errors.
+    The second half of K repeats the first with the sign of x flipped, so what cancels lies in different units of
+    every tree. Every 16th column is 2^-14 as large and does not cancel: what is left has the size of the fp32
+    rounding errors.
     """
     generator = torch.Generator().manual_seed(seed)
     x, weight = random_inputs(m, n, k, dtype=torch.float32, seed=seed + 1)

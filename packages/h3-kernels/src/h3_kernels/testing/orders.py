@@ -87,8 +87,9 @@ class OrderProbe:
 def order_probe(k: int, *, units: int = UNITS, device: str = "cpu", seed: int = 0) -> OrderProbe:
     """A probe for products over K in ``units`` (4 or 8) units.
 
-    Each unit holds one non-zero product, a bf16 number, so its chain is exact in any hardware and the result depends on
-    the tree alone. Three partials in four cancel in pairs of units chosen per row, so that orders differ in most rows.
+    Each unit holds one non-zero product, a bf16 number, so its chain is exact in any hardware and the result depends
+    on the tree alone. Three partials in four cancel in pairs of units chosen per row, so that orders differ in most
+    rows.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = 256
