@@ -7,6 +7,7 @@ pwrite, hashing) release the GIL.
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections import deque
@@ -112,43 +113,50 @@ class _Work:
 
 
 def _worker(work: _Work, digest: Digest) -> None:
-    buffer = memoryview(bytearray(CHUNK))
+    buffer = memoryview(mmap.mmap(-1, CHUNK + mmap.PAGESIZE))
     try:
         for job in work.jobs():
             hashers: dict[str, Hasher] = {}
             offset = job.offset
-            for count, parts in _chunks(job, buffer):
+            for chunk, parts in _chunks(job, buffer):
                 if work.stop.is_set():
                     return
                 for atom, view in parts:
                     hasher = hashers.get(atom) or hashers.setdefault(atom, digest.hasher())
                     hasher.update(view)
                 if job.out is not None:
-                    _write(job.out, buffer[:count], offset)
-                offset += count
-                work.add(count)
+                    _write(job.out, chunk, offset)
+                offset += len(chunk)
+                work.add(len(chunk))
             work.digests.update({atom: hasher.hexdigest() for atom, hasher in hashers.items()})
     except BaseException:
         work.stop.set()
         raise
 
 
-def _chunks(job: Job, buffer: memoryview) -> Iterator[tuple[int, list[tuple[str, memoryview]]]]:
-    """Fill the buffer from the pieces; yield (bytes in it, [(atom, its part of the buffer)])."""
-    filled, parts = 0, list[tuple[str, memoryview]]()
+def _chunks(job: Job, buffer: memoryview) -> Iterator[tuple[memoryview, list[tuple[str, memoryview]]]]:
+    """Fill the buffer from the pieces; yield (its filled part, [(atom, that atom's part of it)]).
+
+    All but the first and last chunk are written at multiples of CHUNK, and bytes lie in the buffer as they
+    will in the page cache: writes that straddle pages cost a quarter more, or twice (measured: 0.30 and 0.53
+    against 0.23 s of CPU per GiB).
+    """
+    low = job.offset % mmap.PAGESIZE
+    high = low + CHUNK - job.offset % CHUNK
+    at, parts = low, list[tuple[str, memoryview]]()
     for piece in job.pieces:
         offset, left = piece.offset, piece.length
         while left:
-            view = buffer[filled : filled + min(left, CHUNK - filled)]
+            view = buffer[at : min(at + left, high)]
             _read(piece.fd, view, offset)
             if piece.atom is not None:
                 parts.append((piece.atom, view))
-            filled, offset, left = filled + len(view), offset + len(view), left - len(view)
-            if filled == CHUNK:
-                yield filled, parts
-                filled, parts = 0, []
-    if filled:
-        yield filled, parts
+            at, offset, left = at + len(view), offset + len(view), left - len(view)
+            if at == high:
+                yield buffer[low:high], parts
+                at, low, high, parts = 0, 0, CHUNK, []
+    if at > low:
+        yield buffer[low:at], parts
 
 
 def _read(fd: int, view: memoryview, offset: int) -> None:
