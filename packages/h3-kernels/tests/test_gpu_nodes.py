@@ -186,7 +186,9 @@ def attention_inputs(documents: tuple[int, ...]) -> tuple[list[Tensor], list[int
     return tensors, list(itertools.accumulate(documents, initial=0))
 
 
-def run_attention(x: list[Tensor], bounds: list[int], provider: str = "triton", **tiles: Any) -> list[Tensor]:
+def run_attention(
+    x: list[Tensor], bounds: list[int], provider: str = "triton", **options: Any
+) -> list[Tensor]:
     """out, dq, dk, dv of q, k, v, dout."""
     from h3_kernels.triton.attention import launch_attention
     from h3_kernels.triton.attention_backward import attention_backward
@@ -196,7 +198,7 @@ def run_attention(x: list[Tensor], bounds: list[int], provider: str = "triton", 
     longest = max(b - a for a, b in itertools.pairwise(bounds))
     scale = DIM**-0.5
     out, _, lse = launch_attention(q, k, v, cu, max_seqlen=longest, scale=scale, provider=provider)
-    return [out, *attention_backward(dout, q, k, v, out, lse, cu, longest, scale, **tiles)]
+    return [out, *attention_backward(dout, q, k, v, out, lse, cu, longest, scale, **options)]
 
 
 def test_attention_ignores_heads_documents_padding_and_repetition() -> None:
@@ -219,21 +221,27 @@ def test_attention_ignores_heads_documents_padding_and_repetition() -> None:
         assert_bitwise_equal(a, b[: bounds[-1]], "padding")
 
 
-def test_backward_tiles_change_no_bit() -> None:
-    """Theorem: dq, dk, dv are chains, so the tiles are a matter of speed; a chain of other rows is another number."""
+def test_backward_tiles_and_workspace_change_no_bit() -> None:
+    """Theorem: dq, dk, dv are chains, so tiles and the way dq gets dS are a matter of speed; another chain is not."""
     x, bounds = attention_inputs((925, 300))
     expected = run_attention(x, bounds)
-    dkdv = [
-        {"KEYS": keys, "ROWS": rows, "num_warps": warps, "num_stages": 2}
-        for keys, rows, warps in ((128, 64, 8), (64, 64, 4), (128, 32, 8))
+
+    def tile(rows: int, keys: int, warps: int) -> dict[str, int]:
+        return {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": 2}
+
+    one_head = (1225 + 2 * 64) * 1024 * 2
+    variants: list[dict[str, Any]] = [
+        {"workspace": 0},
+        {"workspace": one_head},
+        {"workspace": 5 * one_head},
+        {"dkdv_tile": tile(64, 128, 8), "dq_tile": tile(64, 64, 4)},
+        {"dkdv_tile": tile(32, 64, 4), "dq_tile": tile(128, 128, 8)},
+        {"workspace": 0, "recomputed_dq_tile": tile(64, 64, 4)},
+        {"workspace": 0, "recomputed_dq_tile": tile(128, 128, 8)},
     ]
-    dq = [
-        {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": 2}
-        for rows, keys, warps in ((128, 64, 8), (64, 64, 4), (128, 128, 8))
-    ]
-    for tiles in zip(dkdv, dq, strict=True):
-        for a, b in zip(expected, run_attention(x, bounds, tiles=tiles), strict=True):
-            assert_bitwise_equal(a, b, str(tiles))
+    for variant in variants:
+        for a, b in zip(expected, run_attention(x, bounds, **variant), strict=True):
+            assert_bitwise_equal(a, b, str(variant))
     rolled = run_attention([t[:925].roll(1, 0) for t in x], [0, 925])
     assert count_differing(expected[1][:925], rolled[1].roll(-1, 0))
 

@@ -13,12 +13,14 @@ import torch
 import triton
 import triton.language as tl
 from h3_kernels.triton.rows import (
-    OPTIONS,
     chunking,
     columns_contiguous,
     inverse_rms,
     load_chunk,
+    load_raw,
+    options,
     pair_sum,
+    preload,
     row_stride,
     store_chunk,
 )
@@ -32,8 +34,9 @@ if TYPE_CHECKING:
 def rms_norm_kernel(
     y_ptr, x_ptr, weight_ptr, shift_ptr, scale_ptr, index_ptr, y_stride, x_stride, shift_stride, scale_stride, eps,
     MODULATED: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
+    PRELOAD: tl.constexpr,
 ):  # fmt: skip
-    """One row per program."""
+    """One row per program. Everything is loaded before the row sum, whose barriers no load would cross."""
     row = tl.program_id(0).to(tl.int64)
     if MODULATED:
         index = tl.load(index_ptr + row)
@@ -42,14 +45,28 @@ def rms_norm_kernel(
     x = ()
     for i in tl.static_range(CHUNKS):
         x = x + (load_chunk(x_ptr + row * x_stride, i, COLS, CHUNK),)
+    weight = ()
+    scale = ()
+    shift = ()
+    if PRELOAD:
+        for i in tl.static_range(CHUNKS):
+            weight = weight + (load_raw(weight_ptr, i, COLS, CHUNK),)
+            if MODULATED:
+                scale = scale + (load_raw(scale_ptr, i, COLS, CHUNK),)
+                shift = shift + (load_raw(shift_ptr, i, COLS, CHUNK),)
     squares = x[0] * x[0]
     for i in tl.static_range(1, CHUNKS):
         squares += x[i] * x[i]
     r = inverse_rms(pair_sum(squares, LEVELS), COLS, eps)
     for i in tl.static_range(CHUNKS):
-        y = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
-        if MODULATED:
-            y = y * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
+        if PRELOAD:
+            y = x[i] * r * weight[i].to(tl.float32)
+            if MODULATED:
+                y = y * (1.0 + scale[i].to(tl.float32)) + shift[i].to(tl.float32)
+        else:
+            y = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
+            if MODULATED:
+                y = y * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
         store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
 
 
@@ -117,7 +134,7 @@ def norm_forward(
     if x.shape[0]:
         rms_norm_kernel[(x.shape[0],)](
             y, x, weight, shift, scale, index, y.stride(0), x.stride(0), row_stride(shift), row_stride(scale), eps,
-            MODULATED=index is not None, **chunking(x.shape[1]), **OPTIONS,
+            MODULATED=index is not None, PRELOAD=preload(x.shape[0]), **chunking(x.shape[1]), **options(x.shape[0]),
         )  # fmt: skip
     return y
 
@@ -149,7 +166,7 @@ def norm_backward(
             dx.stride(0), row_stride(dbranch), dy.stride(0), row_stride(dout), x.stride(0),
             row_stride(scale), row_stride(gate), eps,
             MODULATED=index is not None, RESIDUAL=residual is not None, WEIGHT_TERM=terms[0], SCALE_TERM=terms[1],
-            **chunking(x.shape[1]), **OPTIONS,
+            **chunking(x.shape[1]), **options(x.shape[0]),
         )  # fmt: skip
     return dx, dbranch, weight_terms, scale_terms
 

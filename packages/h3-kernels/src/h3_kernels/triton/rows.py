@@ -13,7 +13,7 @@ of the row statistics are the IEEE ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import triton
 import triton.language as tl
@@ -25,8 +25,21 @@ CHUNK = 2048
 """Columns added lane by lane, part of the bits; 5376 is 2 chunks and five eighths. Of 512, 1024 and 2048 columns on 2,
 4 and 8 warps, 2048 on 4 has the least time over the four norm kernels on an H200 (docs/measured-facts-nodes.md)."""
 
-OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
-"""Launch options of a row kernel: 128 threads; products and sums stay separate roundings."""
+FEW_ROWS = 2048
+WARPS_OF_FEW, WARPS_OF_MANY = 8, 4
+PRELOAD_OF_FEW, PRELOAD_OF_MANY = True, False
+"""With few rows a launch lives on latency: more warps share a row. No bit depends on the number of warps."""
+
+
+def options(rows: int) -> dict[str, Any]:
+    """Launch options of a row kernel; products and sums stay separate roundings."""
+    warps = WARPS_OF_FEW if rows < FEW_ROWS else WARPS_OF_MANY
+    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
+
+
+def preload(rows: int) -> bool:
+    """Load."""
+    return PRELOAD_OF_FEW if rows < FEW_ROWS else PRELOAD_OF_MANY
 
 
 def chunking(columns: int) -> dict[str, int]:
@@ -59,6 +72,17 @@ def load_chunk(row_ptr, i: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr
     else:
         x = tl.load(row_ptr + columns, mask=columns < COLS, other=0.0)
     return x.to(tl.float32)
+
+
+@triton.jit
+def load_raw(row_ptr, i: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr):
+    """Chunk i of a row in its own dtype, to be widened when it is used: half the registers of `load_chunk`."""
+    columns = i * CHUNK + tl.arange(0, CHUNK)
+    if (i + 1) * CHUNK <= COLS:
+        x = tl.load(row_ptr + columns)
+    else:
+        x = tl.load(row_ptr + columns, mask=columns < COLS, other=0.0)
+    return x
 
 
 @triton.jit

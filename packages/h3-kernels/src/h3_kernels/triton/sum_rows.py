@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from h3_kernels.triton.rows import OPTIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 BLOCK_ROWS = 128
 BLOCK_COLS = 32
 
@@ -50,7 +50,8 @@ def sum_rows_kernel(
 def sum_rows(x: Tensor, order: Tensor | None = None) -> Tensor:
     """x [T, C], columns contiguous -> fp32 [C]: the rows at `order` (all, if None) by the tree of neighbours."""
     count = x.shape[0] if order is None else order.shape[0]
-    bounds = torch.tensor([0, count], dtype=torch.int64, device=x.device)
+    bounds = torch.zeros(2, dtype=torch.int64, device=x.device)
+    bounds[1:].fill_(count)  # on the device: a copy from the host could not be captured in a graph
     return _tree(x, order, bounds, count)[0]
 
 

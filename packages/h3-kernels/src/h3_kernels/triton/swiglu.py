@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from h3_kernels.triton.rows import OPTIONS, columns_contiguous
+from h3_kernels.triton.rows import columns_contiguous
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
 BLOCK = 1024
 """Columns of one program: 128 threads of 16 bytes. 14336 = 14 blocks, and 14336 / 8 = 1.75 blocks at tp 8."""
 
