@@ -132,6 +132,17 @@ def test_memory_layouts_agree(linear):
         assert_bitwise_equal(linear(x, lay(weight)), y, f"weight {name}")
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("k", [512, 1024, 2048, 4096])
+@pytest.mark.parametrize("linear", [projection, row_parallel])
+def test_powers_of_two_are_not_special(linear, k, dtype):
+    """Where batch-invariant kernels have failed before; 32 x 128 x 1024 has also lost a tile to a persistent loop."""
+    x, weight = cancellation_inputs(257, 128, k, dtype=dtype, device="cuda")
+    y = linear(x, weight)
+    for rows in (1, 32, 256):
+        assert_bitwise_equal(linear(x[:rows], weight), y[:rows], f"{rows} rows")
+
+
 def test_fp32_operands_are_not_tf32():
     x = torch.full((16, 64), 1 + 2.0**-20, device="cuda")
     assert_bitwise_equal(projection(x, torch.eye(64, device="cuda")), x)
