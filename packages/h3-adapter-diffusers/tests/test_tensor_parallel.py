@@ -5,7 +5,7 @@ import pytest
 import torch
 from diffusers import TensorParallelConfig
 from h3_adapter_diffusers.bindings import Style
-from h3_adapter_diffusers.errors import InstallError
+from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.lora import is_wrapper
 from h3_adapter_diffusers.survey import find_sites
@@ -77,12 +77,13 @@ def rules():
     return {site.name: site.rule for site in find_sites(build())}
 
 
-@pytest.mark.parametrize("every", [False, True], ids=["lora", "every parameter"])
 @pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("scope", ["projections", "model"])
-def test_sharded_bytes_are_those_of_one_process(scope, tp, every, rules):
-    if scope == "projections" and every:
-        pytest.skip("norms stay torch's there: their gradients are no contract") if False else None
+@pytest.mark.parametrize(
+    ("scope", "every"),
+    [("projections", False), ("model", False), ("model", True)],
+    ids=["projections-lora", "model-lora", "model-every parameter"],
+)
+def test_sharded_bytes_are_those_of_one_process(scope, every, tp, rules):
     reference = step(scope, every=every)
     for rank, result in enumerate(run_ranks(rank_step, tp, scope, every)):
         assert result.keys() == reference.keys()
@@ -92,6 +93,17 @@ def test_sharded_bytes_are_those_of_one_process(scope, tp, every, rules):
             if not (value == expected(name, reference[name], rules, tp, rank)).all()
         ]
         assert not different, different
+
+
+def partial_norms():
+    with pytest.raises(BoundModelError) as caught:
+        rank_step("projections", True)
+    return str(caught.value)
+
+
+def test_partial_gradients_of_the_head_norms_are_refused():
+    """In scope projections the norms stay torch's, which sees only this rank's heads."""
+    assert "gradients would cover this rank's heads only" in run_ranks(partial_norms, 2)[0]
 
 
 def reversed_ranks():

@@ -52,6 +52,7 @@ class LinearBinding:
         if self._settings.mode is Mode.OFF:
             return
         self._checkpointing.refresh()
+        self._refuse_partial_gradients()
         if fused_flags(self._model) != self._fused:
             self._resurvey()
         for name, site in self._sites.items():
@@ -86,6 +87,17 @@ class LinearBinding:
         names = list(self._sites)
         unmatched = [p for p in self._overlay if not any(fnmatchcase(name, p) for name in names)]
         return [f"overlay {pattern!r} names no linear of the model" for pattern in unmatched]
+
+    def _refuse_partial_gradients(self) -> None:
+        """A rank sees its own heads only, and torch's norm knows nothing of the others."""
+        if self._settings.tp == 1 or not torch.is_grad_enabled():
+            return
+        block: Any = next(iter(self._model.transformer_blocks))  # type: ignore[arg-type]
+        if block.attn.norm_q.weight.requires_grad or block.attn.norm_k.weight.requires_grad:
+            raise BoundModelError(
+                f"tp={self._settings.tp} in scope {self._settings.scope} leaves norm_q and norm_k to torch, whose"
+                " gradients would cover this rank's heads only: freeze them, or install with scope='model'"
+            )
 
     def _bind_linear(self, name: str, site: Site) -> None:
         forward = self._forwards.get(name)

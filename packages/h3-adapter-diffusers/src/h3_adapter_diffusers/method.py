@@ -93,8 +93,7 @@ class ContractForward:
         self.rule = rule
         self.linear: Any = linear
         self.settings = settings
-        weight: Tensor = self.linear.weight
-        self.dtype = weight.dtype
+        self.dtype: Any = self.linear.weight.dtype
         self.auditor = Auditor() if settings.mode is Mode.AUDIT else None
         self.ran: Ran | None = None
 

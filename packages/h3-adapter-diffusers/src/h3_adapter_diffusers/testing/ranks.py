@@ -6,6 +6,7 @@ a second.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import multiprocessing as mp
 import os
@@ -49,21 +50,32 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        replies = [pipe.recv() if pipe.poll(TIMEOUT_S) else ("no answer", None) for pipe in pipes]
+        replies = [_reply(pipe) for pipe in pipes]
         for process in processes:
             process.join(10)
             if process.is_alive():
                 process.kill()
     for rank, (error, _) in enumerate(replies):
         if error:
-            raise RankError(f"rank {rank} of {world}:\n{error}")
+            raise RankError(f"rank {rank} of {world} (exit code {processes[rank].exitcode}):\n{error}")
     return [result for _, result in replies]
+
+
+def _reply(pipe: Connection) -> tuple[str | None, Any]:
+    try:
+        reply: tuple[str | None, Any] = (
+            pipe.recv() if pipe.poll(TIMEOUT_S) else (f"no answer in {TIMEOUT_S} s", None)
+        )
+    except EOFError:
+        return "died without an answer", None
+    return reply
 
 
 def _rank(pipe: Connection, filename: str, name: str, args: Any, rank: int, world: int, store: str) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
