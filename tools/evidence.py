@@ -153,7 +153,7 @@ def stale_claims(found: list[Folder], claims: list[dict[str, Any]]) -> list[str]
 
 
 def _covers(folder: Folder, claim: dict[str, Any]) -> bool:
-    return any(record["subject"] == claim["subject"] for record in folder.report["records"])
+    return any(record["benchmark"] == claim["benchmark"] for record in folder.report["records"])
 
 
 def check() -> int:

@@ -11,7 +11,8 @@ BETTER, WORSE = "#2a7f62", "#b3543c"
 def label(record: dict[str, Any]) -> str:
     """A record as one axis label: what was measured, at what size."""
     parts = [
-        record.get(key) for key in ("subject", "op", "node", "contract", "direction", "provider", "case")
+        record.get(key)
+        for key in ("benchmark", "subject", "op", "node", "contract", "direction", "provider", "case")
     ]
     rows = f"{record['rows']} rows" if "rows" in record else None
     tp = f"tp{record['tp']}" if record.get("tp", 1) != 1 else None

@@ -24,7 +24,7 @@ import evidence
 
 ROOT = environment.ROOT
 
-# subject of its records -> (script, further arguments, GPUs it needs)
+# benchmark name in its records -> (script, further arguments, GPUs it needs)
 BENCHMARKS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "gemm": ("benchmarks/gemm_h200.py", (), 1),
     "nodes": ("benchmarks/nodes_h200.py", (), 1),
@@ -57,7 +57,7 @@ def run_benchmark(subject: str, scratch: Path) -> list[dict[str, Any]] | None:
     if done.returncode or not out.exists():
         print(f"gpu_matrix: {script} failed with status {done.returncode}", file=sys.stderr)
         return None
-    return [{"subject": subject, **record} for record in json.loads(out.read_text())]
+    return [{"benchmark": subject, **record} for record in json.loads(out.read_text())]
 
 
 def _environ(gpus: int) -> dict[str, str]:

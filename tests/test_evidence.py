@@ -1,0 +1,116 @@
+"""Evidence is refused when it is malformed, edited by hand, filed under another head or from an unknown commit; claims
+on older source are named. Every refusal is planted in a folder that is otherwise accepted."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import figures
+import pytest
+
+import evidence
+
+ROOT = Path(__file__).parent.parent
+SCHEMA = json.loads((ROOT / "evidence" / "schema.json").read_text())
+RECORDS = [
+    {"benchmark": "gemm", "op": "fc2", "rows": 70, "ratio": 0.9},
+    {"benchmark": "gemm", "op": "out", "ratio": 1.2},
+]
+
+
+def head() -> str:
+    return subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+
+
+def environment(**changes: Any) -> dict[str, Any]:
+    sources = {p.name: evidence.source_digest(p.name) for p in (ROOT / "packages").iterdir()}
+    base = {
+        "python": "3.12",
+        "system": "Linux",
+        "cpu": "x",
+        "cores": 2,
+        "software": {"torch": "2.11.0"},
+        "gpu": None,
+    }
+    return {**base, "head": head(), "sources": sources, **changes}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that the checker accepts."""
+    junit = tmp_path / "junit.xml"
+    junit.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="b" time="0.5"/>'
+        '<testcase classname="a" name="c" time="0.1"><failure message="no"/></testcase></testsuite></testsuites>'
+    )
+    tests = evidence.tests_from_junit(junit, "pytest -m gpu")
+    assert (tests["passed"], tests["failed"], tests["skipped"]) == (1, 1, 0)
+    made = evidence.write(tmp_path / "evidence", "h200", environment(), tests, RECORDS)
+    figures.speed_figure(RECORDS, made / "figure.png", "a title")
+    return made
+
+
+def refused(folder: Path) -> list[str]:
+    return [
+        line for found in evidence.folders(folder.parent.parent) for line in evidence.problems(found, SCHEMA)
+    ]
+
+
+def edit(folder: Path, part: str, change: Any) -> None:
+    file = folder / f"{part}.json"
+    value = json.loads(file.read_text())
+    change(value)
+    file.write_text(json.dumps(value))
+
+
+def test_what_a_run_wrote_is_accepted(folder: Path) -> None:
+    assert refused(folder) == []
+
+
+def test_a_ratio_edited_by_hand_is_refused(folder: Path) -> None:
+    edit(folder, "report", lambda report: report["records"][1].update(ratio=0.8))
+    assert "digest does not match" in refused(folder)[0]
+
+
+def test_a_test_outcome_edited_by_hand_is_refused(folder: Path) -> None:
+    edit(folder, "tests", lambda tests: tests["cases"][1].update(outcome="passed"))
+    assert "digest does not match" in refused(folder)[0]
+
+
+def test_a_missing_field_is_refused_with_its_place(folder: Path) -> None:
+    edit(folder, "environment", lambda seen: seen.pop("sources"))
+    assert "environment: 'sources' is a required property" in refused(folder)[0]
+
+
+def test_a_missing_figure_is_refused(folder: Path) -> None:
+    (folder / "figure.png").unlink()
+    assert "figure.png is missing" in refused(folder)[0]
+
+
+def test_another_heads_folder_is_refused(folder: Path) -> None:
+    folder.parent.rename(folder.parent.parent / ("0" * 40))
+    lines = refused(folder.parent.parent / ("0" * 40) / "h200")
+    assert any("filed under one head, made at another" in line for line in lines)
+    assert any("not a commit of this repository" in line for line in lines)
+
+
+def test_broken_json_is_named(folder: Path) -> None:
+    (folder / "tests.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tests\.json: not readable evidence"):
+        evidence.folders(folder.parent.parent)
+
+
+def test_claims_on_older_source_are_said_and_current_ones_are_not(folder: Path) -> None:
+    claim = {"id": "speed", "hardware": "h200", "benchmark": "gemm", "packages": ["h3-kernels"]}
+    found = evidence.folders(folder.parent.parent)
+    assert evidence.stale_claims(found, [claim]) == []
+    found[0].environment["sources"]["h3-kernels"] = "0" * 64
+    assert "older than the source of h3-kernels" in evidence.stale_claims(found, [claim])[0]
+    assert "no evidence on b200" in evidence.stale_claims(found, [{**claim, "hardware": "b200"}])[0]
+
+
+def test_the_repositorys_own_evidence_is_accepted() -> None:
+    assert evidence.check() == 0
