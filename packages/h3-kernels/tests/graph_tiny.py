@@ -18,6 +18,7 @@ from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, PackedInputs, 
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.reference import finish, fold_tree
 from h3_kernels.testing import shard_columns, shard_parts
+from h3_kernels.trace import Parallel, Recorder, save
 from torch import Tensor
 
 # No two sizes are equal, and every one that tensor parallelism cuts divides by 8.
@@ -147,6 +148,19 @@ def request(
     )
 
 
+def padded(inputs: PackedInputs, padding: int) -> PackedInputs:
+    """The same document with a second one of ``padding`` rows behind it; without keys."""
+    rows = inputs.rows
+    return replace(
+        inputs,
+        keys=None,
+        positions=torch.cat([inputs.positions, torch.zeros(padding, 3, dtype=torch.float64)]),
+        tags=torch.cat([inputs.tags, torch.full((padding,), -1)]),
+        timestep_index=torch.cat([inputs.timestep_index, torch.zeros(padding, dtype=torch.int64)]),
+        cu_seqlens=torch.tensor([0, rows, rows + padding], dtype=torch.int32),
+    )
+
+
 def run(module: Mapping[str, Tensor], inputs: PackedInputs, settings: Settings | None = None) -> Results:
     """Velocities, without gradients."""
     with torch.no_grad():
@@ -238,6 +252,9 @@ def _process(rank: int, ranks: int, port: int, folder: str) -> None:
             "ulysses_gradient": block_input_gradient(whole, inputs, Settings(sequence=Ulysses())),
         }
         torch.save(results, Path(folder) / f"{rank}.pt")
+        recorder = Recorder("ulysses", parallel=Parallel("sequence", ranks, rank))
+        run(whole, padded(inputs, 5), Settings(sequence=Ulysses(), tracer=recorder))
+        save(recorder.trace, Path(folder) / f"trace{rank}")
     finally:
         dist.destroy_process_group()
 

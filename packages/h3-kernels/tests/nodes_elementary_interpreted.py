@@ -12,7 +12,7 @@ from h3_kernels import nodes
 from h3_kernels.testing import assert_bitwise_equal, count_differing
 from h3_kernels.triton import elementary
 
-# The interpreter's numpy warns where a cast to float32 gives infinity and where -inf * 0 gives NaN: both are the answer.
+# The interpreter's numpy warns where a cast gives infinity and where -inf * 0 gives NaN; both are the answer.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),

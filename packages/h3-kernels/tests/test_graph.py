@@ -13,6 +13,7 @@ from h3_kernels.errors import InputError
 from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, PackedInputs, Settings
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.testing import assert_bitwise_equal, count_differing
+from h3_kernels.trace import Recorder, first_divergence, load, merge_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +111,10 @@ def test_processes_have_the_bits_of_one(module, tmp_path):
         assert_same(results["ulysses"], whole[0], f"ulysses rank {rank}")
         start, stop = row_range(21, 4, rank)
         assert_bitwise_equal(results["ulysses_gradient"], whole_x[start:stop], f"ulysses rank {rank}")
+    recorder = Recorder("one process")
+    tiny.run(module, inputs, Settings(tracer=recorder))
+    merged = merge_ranks([load(tmp_path / f"trace{rank}") for rank in range(4)])
+    assert first_divergence(recorder.trace, merged) is None
 
 
 def packed(parts: list[PackedInputs], padding: int) -> PackedInputs:

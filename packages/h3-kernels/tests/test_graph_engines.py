@@ -17,6 +17,7 @@ import graph_engines as engines
 from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, Settings, diffusers_inputs, vllm_inputs
 from h3_kernels.testing import assert_bitwise_equal, count_differing
 from h3_kernels.trace import Recorder, first_divergence
+from vllm_omni.diffusion.models.minimax_h3.batched_packing import minimax_h3_batched_forward_kwargs
 
 pytestmark = pytest.mark.engine
 GRAPH = PackedDiT(DiTConfig.from_mapping(engines.SIZES))
@@ -103,6 +104,46 @@ def test_both_engines_give_the_same_bits(task, views):
     found = [strict(name, task, views, *noise) for name in views]
     for stream, a, b in zip(("video", "audio"), *found, strict=True):
         assert_bitwise_equal(a, b, f"{task.name} {stream}")
+
+
+def test_a_diffusers_batch_is_its_items(task, views):
+    """Diffusers' batch axis replicates one layout; the graph packs the items as documents."""
+    noise = task.noise()
+    kwargs = task.diffusers(*noise, *TIMES)
+    batch = {n: torch.cat([t, t.flip(1)]) if n.endswith("hidden_states") else t for n, t in kwargs.items()}
+    with torch.no_grad():
+        video, audio = GRAPH.run(views["diffusers"], diffusers_inputs(batch))
+    for stream, a, b in zip(
+        ("video", "audio"), (video, audio), strict("vllm", task, views, *noise), strict=True
+    ):
+        assert_bitwise_equal(a[: len(b)], b, f"{task.name} {stream}")
+        assert count_differing(a[len(b) :], b) > 0
+
+
+def test_requests_batched_by_vllm_are_themselves(task, views):
+    """vLLM-Omni's own batched packing of three requests, each padded, at noise levels of their own."""
+    others = [engines.t2va(), engines.ref2va()]
+    tasks = [others[0], task, others[1]]
+    times = [(0.2, 0.1), TIMES, (0.9, 0.8)]
+    noise = [t.noise() for t in tasks]
+    kwargs = minimax_h3_batched_forward_kwargs(
+        branches=[t.branch for t in tasks],
+        video_rows=[video for video, _ in noise],
+        audio_rows=[audio for _, audio in noise],
+        t_video=[video for video, _ in times],
+        t_audio=[audio for _, audio in times],
+        imgvid_cond_timesteps=[max(video, engines.CONDITION_TIMES["video"]) for video, _ in times],
+        audio_ref_cond_timesteps=[engines.CONDITION_TIMES["audio"]] * 3,
+    )
+    with torch.no_grad():
+        found = GRAPH.run(views["vllm"], vllm_inputs(kwargs))
+    for which, t in enumerate(tasks):
+        alone = strict("diffusers", t, views, *noise[which], times[which])
+        for stream, whole, rows, b in zip(
+            ("video", "audio"), found, zip(*noise, strict=True), alone, strict=True
+        ):
+            start = sum(len(r) for r in rows[:which])
+            assert_bitwise_equal(whole[start : start + len(b)], b, f"request {which} {stream}")
 
 
 def test_the_stock_engines_do_not(task, diffusers_model, vllm_model):

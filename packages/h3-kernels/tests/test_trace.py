@@ -14,6 +14,7 @@ from h3_kernels.errors import InputError
 from h3_kernels.graph import Settings
 from h3_kernels.trace import (
     NotComparableError,
+    Parallel,
     Recorder,
     divergences,
     fingerprint,
@@ -37,8 +38,7 @@ def record(label="run", *, module=None, inputs=None, steps=STEPS, plant=None, ro
         label,
         fingerprint=fingerprint(tiny.GRAPH, weights=tiny.weights()),
         rows_per_digest=rows_per_digest,
-        tp=changes.get("tp", 1),
-        rank=changes.get("rank", 0),
+        parallel=Parallel("tensor", changes["tp"], changes["rank"]) if "tp" in changes else None,
     )
     inputs, module = inputs or tiny.request(), module or tiny.weights()
     recorder.noise(video=inputs.video, audio=inputs.audio)
@@ -92,17 +92,8 @@ def test_how_a_run_is_computed_leaves_no_mark(changes):
 
 
 def test_padding_and_piecewise_weights_leave_no_mark():
-    inputs = tiny.request()
-    rows, padding = inputs.rows, 12
-    padded = replace(
-        inputs,
-        keys=None,
-        positions=torch.cat([inputs.positions, torch.zeros(padding, 3, dtype=torch.float64)]),
-        tags=torch.cat([inputs.tags, torch.full((padding,), -1)]),
-        timestep_index=torch.cat([inputs.timestep_index, torch.zeros(padding, dtype=torch.int64)]),
-        cu_seqlens=torch.tensor([0, rows, rows + padding], dtype=torch.int32),
-    )
-    assert first_divergence(record(), record(inputs=padded, module=tiny.pieces(tiny.weights()))) is None
+    found = record(inputs=tiny.padded(tiny.request(), 12), module=tiny.pieces(tiny.weights()))
+    assert first_divergence(record(), found) is None
 
 
 def test_ranks_merge_into_the_trace_of_one_process():

@@ -9,13 +9,14 @@ from h3_kernels.trace.compare import (
 )
 from h3_kernels.trace.digest import row_digests
 from h3_kernels.trace.fingerprint import fingerprint
-from h3_kernels.trace.record import Output, Recorder, Step, Trace, merge_ranks
+from h3_kernels.trace.record import Output, Parallel, Recorder, Step, Trace, merge_ranks
 from h3_kernels.trace.store import load, save
 
 __all__ = [
     "Divergence",
     "NotComparableError",
     "Output",
+    "Parallel",
     "Recorder",
     "Step",
     "Trace",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from h3_kernels.errors import InputError
-from h3_kernels.trace.record import Output, Step, Trace
+from h3_kernels.trace.record import Output, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +89,12 @@ def _check(a: Trace, b: Trace) -> None:
             f"{a.rows_per_digest} rows share a digest in {a.label!r}, {b.rows_per_digest} in {b.label!r}"
         )
     for trace in (a, b):
-        if trace.tp > 1:
-            raise NotComparableError(
-                f"{trace.label!r} is rank {trace.rank} of {trace.tp}; call merge_ranks first"
-            )
-    if (
-        a.steps
-        and b.steps
-        and (a.steps[0].outputs or b.steps[0].outputs)
-        and not _common(a.steps[0], b.steps[0])
-    ):
+        p = trace.parallel
+        if p is not None and p.ranks > 1:
+            raise NotComparableError(f"{trace.label!r} is rank {p.rank} of {p.ranks}; call merge_ranks first")
+    left, right = (trace.steps[0].outputs.keys() if trace.steps else set() for trace in (a, b))
+    if left and right and not left & right:
         raise NotComparableError(f"no node is in both {a.label!r} and {b.label!r}")
-
-
-def _common(a: Step, b: Step) -> set[tuple[str, str]]:
-    return a.outputs.keys() & b.outputs.keys()
 
 
 def _outputs(step: int, group: int, a: Output, b: Output) -> Iterator[Divergence]:

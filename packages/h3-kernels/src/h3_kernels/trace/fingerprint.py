@@ -26,9 +26,9 @@ def fingerprint(
     """Fingerprint of a model under a contract, JSON values only; ``id`` is a digest of the rest.
 
     ``weights``: whole tensors by ``module`` name (not a rank's shards); their digests enter the fingerprint.
-    ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The attention
-    provider that ``settings`` names is part of it; degrees of parallelism, padding, providers of linears and
-    checkpointing are not: they change no bit.
+    ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The
+    attention provider that ``settings`` names is part of it; degrees of parallelism, padding, providers of
+    linears and checkpointing are not: they change no bit.
     """
     settings = settings or Settings()
     document: dict[str, Any] = {

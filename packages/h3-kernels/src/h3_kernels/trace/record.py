@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from h3_kernels.contract import row_range
 from h3_kernels.errors import InputError
 from h3_kernels.graph import Node, PackedInputs
 from h3_kernels.trace.digest import digest_of, group_digests, row_digests
@@ -17,9 +18,21 @@ from h3_kernels.trace.digest import digest_of, group_digests, row_digests
 _SHARDED_SLOTS = frozenset({"q", "k", "v", "a", "gate", "value", "f"})
 
 
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """Rank ``rank`` of ``ranks`` that share a run: ``kind`` is ``tensor`` or ``sequence`` (Ulysses)."""
+
+    kind: Literal["tensor", "sequence"]
+    ranks: int
+    rank: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """One node's output in one step: ``rows`` are the digests of its active rows (or of runs of them)."""
+    """One node's output in one step: ``rows`` are the digests of its active rows (or of runs of them).
+
+    ``held``: what of the output this rank holds: ``whole``, a slice of its ``columns`` or of its ``rows``.
+    """
 
     node: str
     slot: str
@@ -27,6 +40,7 @@ class Output:
     actual: str
     dtype: str
     shape: tuple[int, ...]
+    held: str
     rows: Tensor
 
     @property
@@ -53,8 +67,7 @@ class Trace:
     label: str
     fingerprint: dict[str, Any] = field(default_factory=dict)
     rows_per_digest: int = 1
-    tp: int = 1
-    rank: int = 0
+    parallel: Parallel | None = None
     noise: dict[str, Tensor] = field(default_factory=dict)
     sigmas: dict[str, Tensor] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
@@ -65,7 +78,8 @@ class Recorder:
 
     Padding rows are left out and rows over timesteps are taken as a sorted set, so that two engines that pad
     and number timesteps differently leave equal traces. Integer outputs (indices) are not recorded.
-    ``rows_per_digest``: how many rows share one digest on a large run; 1 finds the row.
+    ``rows_per_digest``: how many rows share one digest on a large run; 1 finds the row. ``parallel``: the
+    rank that records (see ``merge_ranks``).
     """
 
     def __init__(
@@ -74,11 +88,11 @@ class Recorder:
         *,
         fingerprint: Mapping[str, Any] | None = None,
         rows_per_digest: int = 1,
-        tp: int = 1,
-        rank: int = 0,
+        parallel: Parallel | None = None,
     ) -> None:
-        self.trace = Trace(label, dict(fingerprint or {}), rows_per_digest, tp, rank)
+        self.trace = Trace(label, dict(fingerprint or {}), rows_per_digest, parallel)
         self._active: Tensor | None = None
+        self._rows = 0
 
     def begin(self, inputs: PackedInputs) -> None:
         """Start a step."""
@@ -87,8 +101,9 @@ class Recorder:
     def start_step(self, tags: Tensor | None = None) -> None:
         """Start a step of a model that is not run by the graph. ``tags`` [T]: -1 marks padding rows."""
         self.trace.steps.append(Step())
-        active = None if tags is None else (tags >= 0).nonzero().squeeze(1)
-        self._active = None if tags is None or active is None or len(active) == len(tags) else active
+        self._active, self._rows = None, 0 if tags is None else len(tags)
+        if tags is not None and bool((tags < 0).any()):
+            self._active = (tags >= 0).nonzero().squeeze(1).cpu()
 
     def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
         """Record a node's outputs (the tracer's call)."""
@@ -106,20 +121,35 @@ class Recorder:
             raise InputError("observe: no step has begun; call start_step first")
         if not output.is_floating_point():
             return
-        first = 0
-        if slot in _SHARDED_SLOTS:
-            first = self.trace.rank * output[0].numel() if output.shape[0] else 0
+        held, first = self._held(slot, rows, output)
         digests = row_digests(output, first)
-        if rows == "packed" and self._active is not None and digests.shape[0] > len(self._active):
-            digests = digests[self._active.cpu()]
+        if rows == "packed" and self._active is not None:
+            digests = digests[self._on_this_rank(self._active, held)]
         if rows == "time":
             digests = torch.unique(digests)
         shape = (digests.shape[0], *output.shape[1:])
         grouped = group_digests(digests, self.trace.rows_per_digest)
         dtype = str(output.dtype).removeprefix("torch.")
-        self.trace.steps[-1].outputs[(node, slot)] = Output(
-            node, slot, requested, actual, dtype, shape, grouped
-        )
+        recorded = Output(node, slot, requested, actual, dtype, shape, held, grouped)
+        self.trace.steps[-1].outputs[(node, slot)] = recorded
+
+    def _held(self, slot: str, rows: str, output: Tensor) -> tuple[str, int]:
+        """What of an output this rank holds, and the place of its first column in the whole row."""
+        p = self.trace.parallel
+        if p is None:
+            return "whole", 0
+        if p.kind == "tensor":
+            return ("columns", p.rank * output[:1].numel()) if slot in _SHARDED_SLOTS else ("whole", 0)
+        start, stop = row_range(self._rows, p.ranks, p.rank)
+        part = rows == "packed" and output.shape[0] == stop - start and p.ranks > 1
+        return ("rows" if part else "whole"), 0
+
+    def _on_this_rank(self, active: Tensor, held: str) -> Tensor:
+        p = self.trace.parallel
+        if held != "rows" or p is None:
+            return active
+        start, stop = row_range(self._rows, p.ranks, p.rank)
+        return active[(active >= start) & (active < stop)] - start
 
     def noise(self, **streams: Tensor) -> None:
         """The latents before the first step, e.g. ``video=..., audio=...``."""
@@ -144,20 +174,23 @@ def _kept(x: Tensor) -> Tensor:
 
 
 def merge_ranks(traces: Sequence[Trace]) -> Trace:
-    """One trace of the whole model from those of its tensor-parallel ranks, in rank order.
+    """One trace of the whole run from those of its tensor-parallel or sequence-parallel ranks, in rank order.
 
-    Digests of sharded outputs add up; everything else must be the same on every rank. Raises InputError if
-    ranks are missing, if they recorded different nodes, or if a replicated output differs between ranks (the
-    message names it).
+    Digests of column slices add up and those of row slices follow each other; everything else must be the
+    same on every rank. Raises InputError if ranks are missing, if they recorded different nodes, or if a
+    replicated output differs between ranks (the message names it).
     """
     first = traces[0]
+    p = first.parallel
+    ranks = [t.parallel for t in traces]
     if (
-        [t.rank for t in traces] != list(range(first.tp))
-        or len(traces) != first.tp
+        p is None
+        or ranks != [Parallel(p.kind, p.ranks, r) for r in range(p.ranks)]
         or first.rows_per_digest != 1
     ):
-        raise InputError(f"merge_ranks: expected ranks 0..{first.tp - 1} with rows_per_digest=1, in order")
-    merged = Trace(first.label, first.fingerprint, 1, 1, 0, first.noise, first.sigmas)
+        expected = "the ranks of one run" if p is None else f"ranks 0..{p.ranks - 1}"
+        raise InputError(f"merge_ranks: expected {expected} with rows_per_digest=1, in order")
+    merged = Trace(first.label, first.fingerprint, 1, None, first.noise, first.sigmas)
     for number, steps in enumerate(zip(*(t.steps for t in traces), strict=True)):
         merged.steps.append(_merge_step(number, steps))
     return merged
@@ -169,13 +202,18 @@ def _merge_step(number: int, steps: tuple[Step, ...]) -> Step:
         if any(key not in other.outputs for other in steps):
             raise InputError(f"merge_ranks: step {number}: {key[0]} is missing on some ranks")
         outputs = [other.outputs[key] for other in steps]
-        if key[1] not in _SHARDED_SLOTS and any(not torch.equal(o.rows, outputs[0].rows) for o in outputs):
+        if outputs[0].held == "whole" and any(not torch.equal(o.rows, outputs[0].rows) for o in outputs):
             raise InputError(f"merge_ranks: step {number}: {key[0]} {key[1]} differs between ranks")
-        step.outputs[key] = _add_columns(outputs) if key[1] in _SHARDED_SLOTS else outputs[0]
+        step.outputs[key] = _merge_outputs(outputs)
     return step
 
 
-def _add_columns(outputs: Sequence[Output]) -> Output:
+def _merge_outputs(outputs: Sequence[Output]) -> Output:
     first = outputs[0]
+    if first.held == "whole":
+        return first
+    if first.held == "rows":
+        rows = torch.cat([o.rows for o in outputs])
+        return replace(first, held="whole", shape=(rows.shape[0], *first.shape[1:]), rows=rows)
     shape = (first.shape[0], first.shape[1] * len(outputs), *first.shape[2:])
-    return replace(first, shape=shape, rows=torch.stack([o.rows for o in outputs]).sum(0))
+    return replace(first, held="whole", shape=shape, rows=torch.stack([o.rows for o in outputs]).sum(0))

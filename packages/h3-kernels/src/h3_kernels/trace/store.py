@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from h3_kernels.errors import InputError
-from h3_kernels.trace.record import Output, Step, Trace
+from h3_kernels.trace.record import Output, Parallel, Step, Trace
 
 _VERSION = 1
+_FIELDS = ("node", "slot", "requested", "actual", "dtype", "shape", "held")
 _SUFFIXES = (".json", ".safetensors")
 
 
@@ -40,22 +42,20 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     for number, step in enumerate(trace.steps):
         entries = []
         for o in step.outputs.values():
-            at = table.setdefault((o.node, o.slot, o.requested, o.actual, o.dtype, o.shape), len(table))
+            at = table.setdefault(tuple(getattr(o, name) for name in _FIELDS), len(table))
             entries.append([at, o.rows.shape[0]])
         steps.append(entries)
         if entries:
             tensors[f"rows.{number}"] = torch.cat([o.rows for o in step.outputs.values()])
         tensors |= {f"velocity.{number}.{k}": v for k, v in step.velocity.items()}
         tensors |= {f"latents.{number}.{k}": v for k, v in step.latents.items()}
-    fields = ("node", "slot", "requested", "actual", "dtype", "shape")
     document = {
         "version": _VERSION,
         "label": trace.label,
         "fingerprint": trace.fingerprint,
         "rows_per_digest": trace.rows_per_digest,
-        "tp": trace.tp,
-        "rank": trace.rank,
-        "outputs": [dict(zip(fields, key, strict=True)) for key in table],
+        "parallel": None if trace.parallel is None else asdict(trace.parallel),
+        "outputs": [dict(zip(_FIELDS, key, strict=True)) for key in table],
         "steps": steps,
     }
     names, data = _files(path)
@@ -76,8 +76,7 @@ def load(path: str | os.PathLike[str]) -> Trace:
         document["label"],
         document["fingerprint"],
         document["rows_per_digest"],
-        document["tp"],
-        document["rank"],
+        document["parallel"] and Parallel(**document["parallel"]),
         _streams(tensors, "noise."),
         _streams(tensors, "sigmas."),
     )
