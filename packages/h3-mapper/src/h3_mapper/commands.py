@@ -74,8 +74,14 @@ def _threads(args: argparse.Namespace) -> int:
 
 def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     from h3_mapper.inspect import inspect
+    from h3_mapper.source import open_source
+    from h3_mapper.variant_files import describe, judge
 
+    if args.path.suffix == ".gguf":
+        return _inspect_gguf(args.path)
     found = inspect(args.path, args.stated)
+    judged = {name: judge(part, name, args.stated) for name, part in open_source(args.path).items()}
+    described = {name: describe(each) for name, each in judged.items()}
     lines = []
     for item in found:
         lines += [
@@ -92,10 +98,19 @@ def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
                 "attention_head_dim",
             )
             lines.append("  config   " + ", ".join(f"{key} {item.config[key]}" for key in (*dims, "ffn_dim")))
-        if item.problem:
+        lines += described[item.name][0]
+        if item.problem and not judged[item.name].sound:
             lines.append(f"  problem  {item.problem}")
-    code = BAD_INPUT if any(item.problem for item in found) else OK
-    return Outcome("\n".join(lines), {"components": [item.to_json() for item in found]}, code)
+    sound = all(not item.problem or judged[item.name].sound for item in found)
+    components = [item.to_json() | described[item.name][1] | {"layout": item.layout} for item in found]
+    return Outcome("\n".join(lines), {"components": components}, OK if sound else BAD_INPUT)
+
+
+def _inspect_gguf(path: Path) -> Outcome:
+    from h3_mapper.gguf import describe_gguf, read_gguf
+
+    lines, data = describe_gguf(path, read_gguf(path))
+    return Outcome("\n".join(lines), {"components": [data]}, BAD_INPUT)
 
 
 def _counts(dtypes: dict[str, int]) -> str:
@@ -126,6 +141,8 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
 
     if args.tp is not None:
         return _convert_shards(args, progress)
+    if args.variant:
+        return _convert_variant(args, progress)
     done = convert(
         args.source,
         args.destination,
@@ -177,6 +194,23 @@ def _convert_shards(args: argparse.Namespace, progress: Progress | None) -> Outc
     text = f"{done.destination}: {args.to}, {len(done.folders)} ranks, {done.nbytes:,} bytes"
     data = {"destination": str(done.destination), "layout": args.to, "bytes": done.nbytes}
     return Outcome(text, data | {"folders": [str(folder) for folder in done.folders]})
+
+
+def _convert_variant(args: argparse.Namespace, progress: Progress | None) -> Outcome:
+    from h3_mapper.variant_files import convert_variant
+
+    found, nbytes = convert_variant(
+        args.source,
+        args.destination,
+        args.to,
+        stated=args.stated,
+        max_shard_size=args.max_shard_size,
+        threads=_threads(args),
+        progress=progress,
+    )
+    text = f"{args.destination}: {found.variant.name}, {found.layout} -> {args.to}, {nbytes:,} bytes"
+    data = {"destination": str(args.destination), "variant": found.variant.name, "from": found.layout}
+    return Outcome(text, data | {"layout": args.to, "bytes": nbytes})
 
 
 def _verify(args: argparse.Namespace, progress: Progress | None) -> Outcome:
@@ -259,6 +293,11 @@ COMMANDS = (
             _FROM,
             _argument(
                 "--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB, 4GiB ..."
+            ),
+            _argument(
+                "--variant",
+                action="store_true",
+                help="accept a pruned or quantised source; scales move with rows",
             ),
             _argument("--tp", type=int, metavar="N", help="write one folder for each tensor-parallel rank"),
             _DIGEST,

@@ -55,8 +55,11 @@ def _probe(seen: Seen, layout: Layout, field: str, where: str) -> int:
     if name not in seen:
         raise MissingTensorError(f"{where}: no config.json, and {name} (which tells {field}) is absent")
     shape = seen[name][0]
-    if len(shape) <= dim:
-        raise ConfigError(f"{where}: {name} has shape {list(shape)}; expected {dim + 1} or more dimensions")
+    rank = 1 if "norm" in name else 2
+    if len(shape) != rank:
+        raise ConfigError(
+            f"{where}: {name} has shape {list(shape)}; expected {rank} dimensions, never reshaped"
+        )
     return shape[dim]
 
 

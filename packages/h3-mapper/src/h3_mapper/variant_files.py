@@ -1,0 +1,227 @@
+"""Pruned and quantised checkpoints on disk: what they are, and `convert --variant`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from h3_mapper.check import Seen
+from h3_mapper.classify import classify
+from h3_mapper.convert import DEFAULT_THREADS, write_files
+from h3_mapper.digest import Digest
+from h3_mapper.errors import (
+    AmbiguousLayoutError,
+    DuplicateTensorError,
+    LayoutMismatchError,
+    MixedLayoutsError,
+    QuantisedVariantError,
+    SourceError,
+    listed,
+)
+from h3_mapper.identify import seen
+from h3_mapper.output import check_destination, staging, write_text
+from h3_mapper.pieces import OpenComponent, opened
+from h3_mapper.readback import read_back
+from h3_mapper.shards import DIFFUSERS_STEM, NATIVE_STEM, index_json, out_files, parse_size
+from h3_mapper.source import LAYOUT_KEY, Component, open_source
+from h3_mapper.spec import Layout
+from h3_mapper.stream import Piece, Progress
+from h3_mapper.variant_plan import OutTensor, variant_plan
+from h3_mapper.variants import Variant
+from h3_mapper.wrappers import PARTITIONS, unwrap
+
+QUANT_METADATA = "_quantization_metadata"
+"""ComfyUI's file-level JSON: {"layers": {module: {...}}}."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A component and what it was found to be. names: bare name -> stored name. layout: None if nobody states it."""
+
+    component: Component
+    variant: Variant
+    names: Mapping[str, str]
+    layout: Layout | None
+    partition: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether it is a known variant without any problem."""
+        return self.variant.rule is not None and not self.variant.problems
+
+    @property
+    def seen(self) -> Seen:
+        """Bare name -> (shape, dtype)."""
+        stored = seen(self.component)
+        return {bare: stored[name] for bare, name in self.names.items()}
+
+
+def judge(component: Component, folder: str = "", stated: Layout | None = None) -> Judged:
+    """Classify one component; reads headers and `comfy_quant` blobs. Raises only for contradictory statements."""
+    stored = seen(component)
+    names: dict[str, str] = {}
+    for name in stored:
+        bare = unwrap(name).name
+        if bare in names:
+            raise DuplicateTensorError(
+                f"{component.path}: {name} and {names[bare]} are one tensor under two prefixes"
+            )
+        names[bare] = name
+    with opened(component) as files:
+        blobs = {name: files.read(name) for name in stored if name.endswith(".comfy_quant")}
+    variant = classify(stored, blobs, component.config)
+    declared = {Layout(text) for text in component.declared if text in set(Layout)}
+    if len(declared) > 1:
+        raise MixedLayoutsError(f"{component.path}: files declare different layouts: {listed(declared)}")
+    layout = next(iter(declared), stated)
+    if stated and layout is not stated:
+        raise LayoutMismatchError(
+            f"{component.path}: its metadata says {layout} but the caller says {stated}"
+        )
+    if not variant.native:
+        layout = Layout.DIFFUSERS
+    return Judged(component, variant, names, layout, _partition(component, folder))
+
+
+def describe(found: Judged) -> tuple[list[str], dict[str, Any]]:
+    """(lines for people, JSON object) about a judged component."""
+    variant = found.variant
+    counts = ", ".join(f"{count} {dtype}" for dtype, count in sorted(variant.precision.items()))
+    lines = [
+        f"  variant   {variant.name}{'' if variant.rule is None else ': ' + variant.rule.what}",
+        f"  partition {found.partition}",
+        f"  precision {counts}; {'as the variant has it' if found.sound else 'not as a known variant has it'}",
+        *([f"  quantised {len(variant.quantised)} layers"] if variant.quantised else []),
+        *(f"  problem   {problem}" for problem in variant.problems),
+    ]
+    data = {
+        "variant": variant.name,
+        "partition": found.partition,
+        "layout": found.layout,
+        "precision": dict(variant.precision),
+        "quantised": len(variant.quantised),
+        "gates": variant.gates,
+        "problems": list(variant.problems),
+    }
+    return lines, data
+
+
+def _partition(component: Component, folder: str) -> str:
+    """FL2VA or Ref2VA as a folder or file name says it; both have the same names and shapes."""
+    words = [*Path(folder).parts, component.path.name, *(header.path.stem for header in component.headers)]
+    for word in words:
+        if word in PARTITIONS:
+            return f"{PARTITIONS[word]} (named {word})"
+        for partition in set(PARTITIONS.values()):
+            if partition.lower() in word.lower():
+                return f"{partition} (named {word})"
+    return "not stated"
+
+
+def convert_variant(
+    source: Path,
+    destination: Path,
+    to: Layout,
+    *,
+    stated: Layout | None = None,
+    max_shard_size: str | int = "5GB",
+    threads: int = DEFAULT_THREADS,
+    progress: Progress | None = None,
+) -> tuple[Judged, int]:
+    """Write a pruned or quantised checkpoint in layout `to`; scales and blobs go where their rows go.
+
+    Returns what it was, and the bytes of tensor data. Raises QuantisedVariantError or PrunedVariantError with the
+    layer and the reason where that cannot be done, and as `convert`; `destination` is complete or absent.
+    """
+    components = open_source(source)
+    if len(components) != 1:
+        raise SourceError(f"{source}: holds {listed(components)}; point at one transformer")
+    ((folder, component),) = components.items()
+    found = judge(component, folder, stated)
+    if found.layout is None:
+        raise AmbiguousLayoutError(
+            f"{source}: native names with no stated row order; say --from release (per head) or --from module "
+            "(all q, all k, all v: Comfy files)"
+        )
+    items = variant_plan(found.seen, found.variant, found.layout, to)
+    stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
+    files = out_files(items, stem, parse_size(max_shard_size), _metadata(component, items, to))
+    check_destination(destination, source, sum(file.size for file in files))
+    by_name = {item.name: item for item in items}
+    with staging(destination) as out, opened(component) as reader:
+        literal = {item.name: _literal(item, found, reader) for item in items if not item.rows}
+        write_files(
+            out,
+            files,
+            lambda name: _pieces(by_name[name], found, reader),
+            literal,
+            Digest.NONE,
+            threads,
+            progress,
+        )
+        if len(files) > 1:
+            write_text(out / f"{stem}.safetensors.index.json", index_json(files))
+        if component.config is not None and found.variant.config is not None:
+            settings = found.variant.config.to_json(native=to.native, original=component.config)
+            write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
+        for file in files:
+            read_back(out / file.name, file)
+    return found, sum(item.nbytes for item in items)
+
+
+def _literal(item: OutTensor, found: Judged, reader: OpenComponent) -> bytes:
+    if item.data is not None:
+        return item.data
+    values = {name: reader.read(found.names[name]) for name in item.equal}
+    if len(set(values.values())) > 1:
+        raise QuantisedVariantError(
+            f"{item.name}: {listed(values)} differ; one tensor has one, and a scale for each row would be needed"
+        )
+    return next(iter(values.values()))
+
+
+def _pieces(item: OutTensor, found: Judged, reader: OpenComponent) -> tuple[Piece, ...]:
+    pieces = []
+    for rows in item.rows:
+        fd, offset = reader.place(found.names[rows.name])
+        _, entry = found.component.tensors[found.names[rows.name]]
+        size = (entry.end - entry.begin) // _leading(entry.shape)
+        pieces.append(Piece(fd, offset + rows.start * size, (rows.stop - rows.start) * size, None))
+    return tuple(pieces)
+
+
+def _leading(shape: tuple[int, ...]) -> int:
+    """Rows of a tensor as it is moved: a [1, n] row of part scales has n."""
+    return shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0]
+
+
+def _metadata(component: Component, items: tuple[OutTensor, ...], to: Layout) -> dict[str, str]:
+    """The stated layout, and ComfyUI's file-level quantisation record with its layers renamed."""
+    metadata = {LAYOUT_KEY: str(to)}
+    for header in component.headers:
+        text = header.metadata.get(QUANT_METADATA)
+        if text is not None:
+            metadata[QUANT_METADATA] = json.dumps(_renamed(text, items))
+    return metadata
+
+
+def _renamed(text: str, items: tuple[OutTensor, ...]) -> Any:
+    try:
+        record = json.loads(text)
+        layers = {unwrap(name).name: value for name, value in record["layers"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise QuantisedVariantError(f"metadata {QUANT_METADATA} has no readable 'layers': {error}") from None
+    renamed = {}
+    for item in items:
+        sources = {rows.name.removesuffix(".weight") for rows in item.rows if item.name.endswith(".weight")}
+        found = [layers[name] for name in sorted(sources) if name in layers]
+        if found and any(value != found[0] for value in found):
+            raise QuantisedVariantError(
+                f"{item.name}: {listed(sources)} are recorded differently in {QUANT_METADATA}"
+            )
+        if found:
+            renamed[item.name.removesuffix(".weight")] = found[0]
+    return {**record, "layers": renamed}
