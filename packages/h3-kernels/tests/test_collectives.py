@@ -11,7 +11,7 @@ import pytest
 import torch
 from h3_kernels.collectives import LocalCollective, TorchDistributedCollective
 from h3_kernels.contract import row_range
-from h3_kernels.errors import CollectiveError
+from h3_kernels.errors import CollectiveError, InputError
 from h3_kernels.lora import RowStyle, lora_linear
 from h3_kernels.projection import projection
 from h3_kernels.reference import finish, fold_tree
@@ -162,15 +162,33 @@ def test_one_rank_needs_no_group():
     assert_bitwise_equal(local.all_gather_rows(root, 4), root)
     with pytest.raises(CollectiveError, match="must hold all"):
         local.all_gather_rows(root, 5)
+    x, weight, _, _ = ranks.row_tensors()
+    assert_bitwise_equal(
+        projection(x, weight, gather_rows=ranks.ROWS, collective=local), projection(x, weight)
+    )
+    assert_bitwise_equal(row_parallel(x, weight, scatter_rows=True), row_parallel(x, weight))
+    with pytest.raises(CollectiveError, match="holds 13 rows of 14"):
+        projection(x, weight, gather_rows=14)
 
 
 def test_a_missing_or_foreign_collective_is_refused():
     x, weight = torch.ones(2, 8), torch.ones(3, 8)
     with pytest.raises(CollectiveError, match="tp=2 needs a collective"):
         row_parallel(x, weight, tp=2)
+    stranger = LocalCollective()
+    stranger.world_size = 4
+    for linear in (projection, row_parallel):
+        with pytest.raises(CollectiveError, match="rank 0 of 4, the call says 0 of 1"):
+            linear(x, weight, collective=stranger)
     with pytest.raises(CollectiveError, match="rank 0 of 1, the call says 1 of 2"):
         row_parallel(x, weight, tp=2, rank=1, collective=LocalCollective())
     with pytest.raises(CollectiveError, match=r"rank 2 is not in 0\.\.1"):
         row_parallel(x, weight, tp=2, rank=2, collective=LocalCollective())
     with pytest.raises(CollectiveError, match="not initialised"):
         TorchDistributedCollective()
+    for call in (
+        lambda t: projection(t, weight, gather_rows=2),
+        lambda t: row_parallel(t, weight, scatter_rows=True),
+    ):
+        with pytest.raises(InputError, match=r"needs x \[T, K\], got \[1, 2, 8\]"):
+            call(x[None])

@@ -50,8 +50,12 @@ void pack(const Problem& p, int64_t column, int64_t columns, float* panel) {
     for (int64_t k = 0; k < p.k; ++k)
       for (int64_t c = 0; c < columns; ++c) panel[k * kColumns + c] = widen(b[k * p.b_stride_k + c]);
   } else {
-    for (int64_t c = 0; c < columns; ++c)
-      for (int64_t k = 0; k < p.k; ++k) panel[k * kColumns + c] = widen(b[c * p.b_stride_n + k * p.b_stride_k]);
+    // A transpose, in blocks of k whose panel lines (8 KiB) stay in L1 while all columns write into them.
+    constexpr int64_t kBlock = 64;
+    for (int64_t first = 0; first < p.k; first += kBlock)
+      for (int64_t c = 0; c < columns; ++c)
+        for (int64_t k = first; k < std::min(first + kBlock, p.k); ++k)
+          panel[k * kColumns + c] = widen(b[c * p.b_stride_n + k * p.b_stride_k]);
   }
 }
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import PROJECTION, UNITS, legality
-from h3_kernels.errors import CollectiveError, InputError
+from h3_kernels.errors import InputError
 from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import ColumnCall, apply_group, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
@@ -50,10 +50,8 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
     n = weight.shape[0] * tp
     require("projection", legality(PROJECTION, n=n, k=weight.shape[1], tp=tp, parts=len(parts)))
     check_collective(collective, tp, rank, UNITS)
-    if gather_rows is not None and (tp == 1 or x.dim() != 2):
-        raise CollectiveError(
-            f"projection: gather_rows needs tp above 1 and x [T, K]; got tp={tp}, {list(x.shape)}"
-        )
+    if gather_rows is not None and x.dim() != 2:
+        raise InputError(f"projection: gather_rows needs x [T, K], got {list(x.shape)}; flatten it first")
     rows = x.numel() // max(x.shape[-1], 1)
     call = ColumnCall(
         keys=_checked_keys(logical_keys, rows if gather_rows is None else gather_rows),

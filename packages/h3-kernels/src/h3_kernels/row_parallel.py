@@ -4,7 +4,7 @@ from torch import Tensor
 
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import UNITS, legality, parallel_id, parse_parallel_id
-from h3_kernels.errors import ContractError
+from h3_kernels.errors import ContractError, InputError
 from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import RowCall, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
@@ -45,9 +45,7 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
     require("row_parallel", legality(contract, n=weight.shape[0], k=weight.shape[1] * tp, tp=tp))
     check_collective(collective, tp, rank, units)
     if scatter_rows and x.dim() != 2:
-        raise ContractError(
-            f"row_parallel: scatter_rows needs x [T, K], got {list(x.shape)}; flatten it first"
-        )
+        raise InputError(f"row_parallel: scatter_rows needs x [T, K], got {list(x.shape)}; flatten it first")
     rows = x.numel() // max(x.shape[-1], 1)
     keys = as_logical_keys(logical_keys)
     if keys is not None:

@@ -107,7 +107,7 @@ def check_collective(collective: Collective | None, tp: int, rank: int, units: i
         rank_units(tp, rank, units)
     except ValueError as error:
         raise CollectiveError(str(error)) from None
-    if tp == 1:
+    if collective is None and tp == 1:
         return
     if collective is None:
         raise CollectiveError(
