@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from h3_adapter_vllm import install_h3_rollout
+from h3_adapter_vllm import BoundModelError, install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
 from h3_kernels.binding import Bound, External
 from h3_kernels.lora import LoraSlice, lora_slices
@@ -189,6 +189,18 @@ def test_zero_adapter_is_the_base_bit_for_bit(model, engine, request_):
             packed = len(a) > 1
             wrapper.set_lora(0, a if packed else a[0], b if packed else b[0])
         assert same(engine.velocities(model, [request_]), base)
+
+
+def test_fully_sharded_adapter_is_refused_at_the_call(model):
+    from dataclasses import replace
+
+    (wrapper,) = wrap(model, ["blocks.0.mlp.fc2"]).values()
+    wrapper.lora_config = replace(wrapper.lora_config, fully_sharded_loras=True)
+    with install_h3_rollout(model):
+        wrapper(torch.randn(2, 384, dtype=torch.bfloat16))  # tp=1: nothing is sharded
+        wrapper.tp_size = 2
+        with pytest.raises(BoundModelError, match=r"blocks\.0\.mlp\.fc2: fully sharded LoRA at tp > 1"):
+            wrapper(torch.randn(2, 384, dtype=torch.bfloat16))
 
 
 # The engine's own manager: files, ranks, scales and switching.

@@ -1,8 +1,5 @@
 """Strict mode refuses, with the reason and the place, before it touches anything."""
 
-from types import SimpleNamespace
-from unittest import mock
-
 import pytest
 import torch
 from h3_adapter_vllm import InstallError, handle_of, install_h3_rollout
@@ -118,19 +115,27 @@ def test_patched_forward(model):
     refuse(model, r"blocks\.0\.mlp\.fc1: its forward is patched on the instance")
 
 
+def wrapped(model, name, wrapper):
+    from vllm.lora.utils import replace_submodule
+
+    return replace_submodule(model, name, wrapper)
+
+
 def test_lora_of_another_dtype(model):
-    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.config.lora import LoRAConfig
+    from vllm_omni.diffusion.lora.utils import from_layer_diffusion
 
-    wrapper = mock.create_autospec(BaseLayerWithLoRA, instance=True)
-    wrapper.base_layer = model.blocks[0].mlp.fc2
-    wrapper.lora_config = SimpleNamespace(lora_dtype=torch.float16)
-    with mock.patch.object(model, "get_submodule", _replacing(model, "blocks.0.mlp.fc2", wrapper)):
-        refuse(model, r"blocks\.0\.mlp\.fc2: its LoRA is torch\.float16, expected torch\.bfloat16")
+    config = LoRAConfig(max_lora_rank=8, max_loras=1, max_cpu_loras=1, lora_dtype=torch.float16)
+    wrapped(model, "blocks.0.mlp.fc2", from_layer_diffusion(model.blocks[0].mlp.fc2, 1, config, []))
+    refuse(model, r"blocks\.0\.mlp\.fc2: its LoRA is torch\.float16, expected torch\.bfloat16")
 
 
-def _replacing(model, name, module):
-    original = model.get_submodule
-    return lambda wanted: module if wanted == name else original(wanted)
+def test_lora_wrapper_of_vllm_itself(model):
+    """It sums its term by the layer's own all-reduce, which is off while the layer is bound."""
+    from vllm.lora.layers import RowParallelLinearWithLoRA
+
+    wrapped(model, "blocks.0.mlp.fc2", RowParallelLinearWithLoRA(model.blocks[0].mlp.fc2))
+    refuse(model, r"its LoRA wrapper is vLLM's RowParallelLinearWithLoRA, expected one of vLLM-Omni's")
 
 
 def test_one_refusal_lists_all_reasons(model):

@@ -93,6 +93,27 @@ def fused_collective(path):
     return str(caught.value)
 
 
+def engine_sequence_parallel(path, tp, sequence):
+    """Worker: velocities under the engine's own Ulysses hooks, and how many rows a block saw."""
+    from vllm_omni.diffusion.config import set_current_diffusion_config
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
+    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelConfig
+    from vllm_omni.diffusion.forward_context import set_forward_context
+    from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
+
+    parallel = DiffusionParallelConfig(
+        ulysses_degree=sequence, sequence_parallel_size=sequence, tensor_parallel_size=tp
+    )
+    config = OmniDiffusionConfig(model="tiny", parallel_config=parallel)
+    with set_forward_context(omni_diffusion_config=config), set_current_diffusion_config(config):
+        model = tiny.build(ulysses_degree=sequence)
+        model.load_weights(torch.load(path).items())
+        apply_sequence_parallel(model, SequenceParallelConfig(ulysses_degree=sequence), model._sp_plan)
+        handle = install_h3_rollout(model, scope="projections")
+        outputs = [t.numpy() for t in tiny.velocities(model, [tiny.request()])]
+    return outputs, handle.linears["blocks.0.mlp.fc1"].quant_method.ran.rows
+
+
 def different(a, b):
     return sum(int((x.view("i4") != y.view("i4")).sum()) for x, y in zip(a, b, strict=True))
 
@@ -163,3 +184,11 @@ def test_groups_that_do_not_fit_are_refused(pool, weights):
 def test_fused_all_reduce_is_refused(pool, weights):
     for message in pool.run(fused_collective, weights, tp=2):
         assert "vLLM pass fuse_allreduce_rms is on" in message
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, 2), (2, 2), (2, 4)])
+def test_the_engines_sequence_parallelism_keeps_the_bytes(pool, weights, one, tp, sequence):
+    """Rows sharded by the engine's hooks, heads exchanged around its attention, every linear bound."""
+    for outputs, rows in pool.run(engine_sequence_parallel, weights, tp, sequence, tp=tp, sequence=sequence):
+        assert rows == 20 // sequence
+        assert different(outputs, one["projections"]) == 0

@@ -17,6 +17,7 @@ from torch import Tensor
 from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
 from h3_adapter_vllm.bindings import LinearRule, Style
+from h3_adapter_vllm.errors import BoundModelError
 from h3_adapter_vllm.settings import Settings
 
 Apply = Callable[[Any, Tensor, Tensor | None], Tensor]
@@ -30,7 +31,13 @@ def active_slices(wrapper: Any) -> list[LoraSlice]:
     a is [r, K] (this rank's K range in a row-parallel linear), b [columns, r]; r is the engine's buffer rank, padded
     with zeros above the adapter's. The engine multiplies the scale into b when it uploads an adapter, so ``scaling``
     is 1; that equals PEFT's own scaling bit for bit when the scale is a power of two.
+
+    Raises BoundModelError for a fully sharded adapter at tp > 1.
     """
+    if wrapper.lora_config.fully_sharded_loras and wrapper.tp_size > 1:
+        raise BoundModelError(
+            f"{wrapper.base_layer.prefix}: fully sharded LoRA at tp > 1; vLLM-Omni does not run it either"
+        )
     slices_a, slices_b = getattr(wrapper, "lora_a_stacked", ()), getattr(wrapper, "lora_b_stacked", ())
     active = getattr(wrapper, "_diffusion_lora_active_slices", (True,) * len(slices_a))
     found, start = [], 0

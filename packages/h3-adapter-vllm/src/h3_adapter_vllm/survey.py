@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
 from h3_adapter_vllm.bindings import FORWARD, LinearRule, Node, Scope, Style
 from h3_adapter_vllm.errors import InstallError
@@ -102,9 +103,8 @@ def _of_site(site: Site, contract: str, tp: int) -> Iterator[str]:
         yield from _of_weight(getattr(layer, "weight", None), site.rule.dtype)
     if "forward" in vars(layer):
         yield "its forward is patched on the instance, so the quant method may not run; remove that patch first"
-    config = getattr(site.wrapper, "lora_config", None)
-    if config is not None and str(config.lora_dtype) != f"torch.{site.rule.dtype}":
-        yield f"its LoRA is {config.lora_dtype}, expected torch.{site.rule.dtype} like the weight"
+    if site.wrapper is not None:
+        yield from _of_wrapper(site.wrapper, site.rule.dtype)
     if site.rule.style is Style.ROW and tp > 1 and not layer.reduce_results:
         yield "reduce_results is already False: another collective or fusion owns the sum over tp"
 
@@ -120,6 +120,13 @@ def _of_weight(weight: Any, dtype: str) -> Iterator[str]:
         yield "weight is a DTensor: the contracts read whole local shards, so HSDP must be off"
     elif str(weight.dtype) != f"torch.{dtype}":
         yield f"weight is {weight.dtype}, expected torch.{dtype}"
+
+
+def _of_wrapper(wrapper: Any, dtype: str) -> Iterator[str]:
+    if not isinstance(wrapper, DiffusionBaseLinearLayerWithLoRA):
+        yield f"its LoRA wrapper is vLLM's {type(wrapper).__name__}, expected one of vLLM-Omni's"
+    elif str(wrapper.lora_config.lora_dtype) != f"torch.{dtype}":
+        yield f"its LoRA is {wrapper.lora_config.lora_dtype}, expected torch.{dtype} like the weight"
 
 
 def _of_configuration(tp: int) -> Iterator[str]:
