@@ -194,6 +194,29 @@ def test_graph_capture_and_compile_give_the_eager_bits():
     assert_bitwise_equal(compiled(x, weight), y, "compile")
 
 
+def test_a_captured_backward_gives_the_eager_bits():
+    """[value; gate] in the order of [gate; value]: the reordering of dX must not need the host either."""
+    x, weight = (t.requires_grad_() for t in cancellation_inputs(70, 512, 256, device="cuda"))
+    dy, _ = random_inputs(70, 1, 512, device="cuda")
+
+    def step():
+        return torch.autograd.grad(projection(x, weight, parts=(1, 0)), (x, weight), dy)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for t in captured:
+        t.zero_()
+    graph.replay()
+    for got, eager in zip(captured, expected, strict=True):
+        assert_bitwise_equal(got, eager)
+
+
 def test_lora_slices_equal_separate_adapters():
     x, a = cancellation_inputs(70, 64, 5376, device="cuda")
     base, b = random_inputs(70, 7168, 64, device="cuda")
