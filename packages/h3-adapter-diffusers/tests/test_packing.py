@@ -1,6 +1,8 @@
 """The layout of a request: read back from a rollout's padded fields, timesteps as both engines assign them,
 keys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ModularPipeline
@@ -36,7 +38,8 @@ def rollout_fields(request, pad=3):
 @pytest.mark.parametrize("request_", packings(), ids=lambda r: r.name)
 def test_a_rollouts_fields_give_the_layout_back(request_):
     read = PackedSequence.from_rollout(rollout_fields(request_))
-    for name in read.__dataclass_fields__:
+    assert read.order is None, "the rollout's own layout"
+    for name in set(read.__dataclass_fields__) - {"order"}:
         assert torch.equal(getattr(read, name), getattr(request_.packed, name)), name
 
 
@@ -96,16 +99,24 @@ def test_keys_are_unique_and_name_the_row_not_its_place(request_):
     for stream in ("text", "video", "audio"):
         assert torch.equal(keys["packed"][getattr(packed, f"{stream}_indices")], keys[stream])
     place = torch.randperm(len(packed), generator=torch.Generator().manual_seed(0))
-    moved = PackedSequence(
-        position_ids=packed.position_ids[place.argsort()],
-        token_tags=packed.token_tags[place.argsort()],
-        text_indices=place[packed.text_indices],
-        video_indices=place[packed.video_indices],
-        audio_indices=place[packed.audio_indices],
-        video_generated=packed.video_generated,
-        audio_generated=packed.audio_generated,
-    )
+    moved = packed.permuted(place)
     assert torch.equal(moved.keys(7, timesteps=3)["packed"][place], keys["packed"])
+    for stream in ("text", "video", "audio", "time"):
+        assert torch.equal(moved.keys(7, timesteps=3)[stream], keys[stream])
+
+
+def test_keys_ascend_in_the_rollouts_layout():
+    """Attention reduces in key order under keys, and in packed order in a rollout without: they must be
+    one."""
+    for request in packings():
+        keys = request.packed.keys(0, timesteps=2)["packed"]
+        assert torch.equal(keys[:, 2], torch.arange(len(keys)))
+
+
+def test_an_order_that_is_no_permutation_is_refused():
+    packed = packings()[0].packed
+    with pytest.raises(ReplayError, match="order must be a permutation"):
+        replace(packed, order=torch.zeros(len(packed), dtype=torch.int64))
 
 
 def test_generated_rows_skip_conditions():

@@ -10,11 +10,11 @@ import torch
 
 pytestmark = pytest.mark.engine
 
-TOOLS = Path(__file__).parents[3] / "tools"
+ROOT = Path(__file__).parents[3]
 
 
-def load(name):
-    spec = spec_from_file_location(name, TOOLS / f"{name}.py")
+def load(name, folder="tools"):
+    spec = spec_from_file_location(name, ROOT / folder / f"{name}.py")
     module = module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -27,9 +27,8 @@ parity = load("parity")
 
 @pytest.fixture(scope="module")
 def pool():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from h3_adapter_vllm.testing.pool import TensorParallelPool
+    from h3_adapter_vllm.testing.pool import TensorParallelPool
+
     with TensorParallelPool() as workers:
         yield workers
 
@@ -82,3 +81,26 @@ def test_the_command_fails_when_a_bound_case_differs(monkeypatch, capsys, tmp_pa
     assert parity.main() == 1
     assert "t2va      tp=1 padding=0" in capsys.readouterr().out
     assert '"bound": 1' in (tmp_path / "r.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def example():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what vLLM says while it is imported
+        return load("train_lora_with_rollouts", "examples")
+
+
+def differences(example, capfd, adapters):
+    with example.engine.engine():
+        example.train(adapters)
+    return [
+        float(line.rpartition(": ")[2]) for line in capfd.readouterr().out.splitlines() if "log-prob" in line
+    ]
+
+
+def test_rl_example_has_no_difference_with_the_adapters_and_has_without(example, capfd, monkeypatch):
+    """Rollout and trainer train a LoRA together: the log-probabilities agree to the last bit in every
+    step."""
+    monkeypatch.setattr(example, "STEPS", 2)
+    assert differences(example, capfd, adapters=True) == [0.0, 0.0]
+    assert all(difference > 0 for difference in differences(example, capfd, adapters=False))

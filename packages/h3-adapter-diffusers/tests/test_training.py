@@ -7,8 +7,7 @@ import torch
 from h3_adapter_diffusers.cps import transition
 from h3_adapter_diffusers.errors import InputError, ReplayError
 from h3_adapter_diffusers.install import install_h3_training
-from h3_adapter_diffusers.packing import PackedSequence
-from h3_adapter_diffusers.testing import Request, build, packings, t2va
+from h3_adapter_diffusers.testing import build, packings, t2va
 from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid, velocity
 from h3_kernels.backward_session import backward_session
 from h3_kernels.errors import LogicalKeysError
@@ -195,19 +194,8 @@ def test_microbatch_packing_changes_no_gradient(scope):
 
 def moved(request, seed=1):
     """The same request with its packed rows in another order."""
-    packed = request.packed
-    place = torch.randperm(len(packed), generator=torch.Generator().manual_seed(seed))
-    back = place.argsort()
-    layout = PackedSequence(
-        position_ids=packed.position_ids[back],
-        token_tags=packed.token_tags[back],
-        text_indices=place[packed.text_indices],
-        video_indices=place[packed.video_indices],
-        audio_indices=place[packed.audio_indices],
-        video_generated=packed.video_generated,
-        audio_generated=packed.audio_generated,
-    )
-    return Request(request.name, layout, request.video, request.audio, request.text)
+    place = torch.randperm(len(request.packed), generator=torch.Generator().manual_seed(seed))
+    return replace(request, packed=request.packed.permuted(place))
 
 
 def full_gradients(request, *, keyed, checkpoint=False):

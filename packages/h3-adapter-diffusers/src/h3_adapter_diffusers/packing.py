@@ -22,8 +22,7 @@ loop, `keyframe_noise_aug` in Diffusers' pipeline. A test compares all three."""
 AUDIO_CONDITION_TIMESTEP = 1.0
 """Audio reference rows are clean: `MINIMAX_H3_AUDIO_REF_COND_TIMESTEP` in vLLM-Omni."""
 
-STREAMS = ("text", "video", "audio", "time")
-"""Second column of a logical key: which set of rows an index counts in."""
+_SEQUENCE, _TIME = 0, 1  # second column of a logical key: rows of the sequence, or distinct timesteps
 
 _FIELDS = (
     "position_ids",
@@ -42,7 +41,8 @@ class PackedSequence:
     `position_ids` [S, 3] float64 or float32 `(t, h, w)`; `token_tags` [S] int64 (0 video, 1 text, 2 audio);
     `text_indices`, `video_indices`, `audio_indices` int64, together a partition of 0..S-1, condition rows
     first within video and audio; `video_generated` [Nv] and `audio_generated` [Na] bool, False for condition
-    rows. Raises ReplayError when these do not describe one sequence.
+    rows. `order` [S] int64 is each row's place in the layout the rollout ran, a permutation of 0..S-1; None
+    if this is that layout. Raises ReplayError when these do not describe one sequence.
     """
 
     position_ids: Tensor
@@ -52,6 +52,7 @@ class PackedSequence:
     audio_indices: Tensor
     video_generated: Tensor
     audio_generated: Tensor
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         length = self.position_ids.shape[0]
@@ -68,6 +69,12 @@ class PackedSequence:
                 f"text ({len(self.text_indices)}), video ({len(self.video_indices)}) and audio"
                 f" ({len(self.audio_indices)}) indices must cover each of the {length} packed rows once;"
                 " strip padding with h3_seq_len before replay"
+            )
+        if self.order is not None and not torch.equal(
+            self.order.sort().values, torch.arange(length).to(self.order)
+        ):
+            raise ReplayError(
+                f"order must be a permutation of 0..{length - 1}: each row's place in the rollout's layout"
             )
         for name in ("video", "audio"):
             indices, generated = getattr(self, f"{name}_indices"), getattr(self, f"{name}_generated")
@@ -137,13 +144,14 @@ class PackedSequence:
         return torch.where(generated, generated.cumsum(0) - 1, -1)
 
     def keys(self, sample_id: int | Sequence[int], timesteps: int) -> dict[str, Tensor]:
-        """Logical keys `[rows, 3]` int64 of each row set a linear of the model sees: `(sample_id, stream,
+        """Logical keys `[rows, 3]` int64 of each row set a linear of the model sees: `(sample_id, kind,
         index)`.
 
         `packed` are the S rows of the block stack, `text`, `video`, `audio` the rows of the three input
         projections and `time` the M distinct timesteps of the AdaLN projections. A key says which row it is,
-        not where it lies, so it survives any packing. `sample_id` must be non-negative and differ between any
-        two forwards whose gradients are accumulated together (one replayed step of one sample is one id).
+        not where it lies, so it survives any packing; its order is that of the layout the rollout ran, in
+        which attention and weight gradients then reduce. `sample_id` must be non-negative and differ between
+        any two forwards whose gradients are accumulated together (one replayed step of one sample is one id).
         Several ids are a batch of samples of this layout: their rows follow one another, and they share the
         timestep rows of the first.
         """
@@ -156,12 +164,30 @@ class PackedSequence:
 
     def _keys(self, sample_id: int, timesteps: int) -> dict[str, Tensor]:
         device = self.position_ids.device
-        counts = {name: len(getattr(self, f"{name}_indices")) for name in ("text", "video", "audio")}
-        keys = {name: _keys(sample_id, name, n, device) for name, n in (*counts.items(), ("time", timesteps))}
-        packed = torch.empty((len(self), 3), dtype=torch.int64, device=device)
-        for name in counts:
-            packed[getattr(self, f"{name}_indices")] = keys[name]
-        return {"packed": packed, **keys}
+        order = torch.arange(len(self), device=device) if self.order is None else self.order
+        packed = _keys(sample_id, _SEQUENCE, order)
+        streams = {name: packed[getattr(self, f"{name}_indices")] for name in ("text", "video", "audio")}
+        return {
+            "packed": packed,
+            **streams,
+            "time": _keys(sample_id, _TIME, torch.arange(timesteps, device=device)),
+        }
+
+    def permuted(self, place: Tensor) -> PackedSequence:
+        """The same request with row i moved to `place[i]` ([S] int64, a permutation); keys stay with their
+        rows."""
+        back = place.argsort()
+        order = torch.arange(len(self), device=place.device) if self.order is None else self.order
+        return PackedSequence(
+            position_ids=self.position_ids[back],
+            token_tags=self.token_tags[back],
+            text_indices=place[self.text_indices],
+            video_indices=place[self.video_indices],
+            audio_indices=place[self.audio_indices],
+            video_generated=self.video_generated,
+            audio_generated=self.audio_generated,
+            order=order[back],
+        )
 
 
 def split_joint(latents: Tensor, video: tuple[int, int], audio: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -184,8 +210,5 @@ def flatten_joint(video: Tensor, audio: Tensor) -> Tensor:
     return torch.cat((video.reshape(-1), audio.reshape(-1)))
 
 
-def _keys(sample_id: int, stream: str, count: int, device: torch.device) -> Tensor:
-    index = torch.arange(count, dtype=torch.int64, device=device)
-    return torch.stack(
-        (torch.full_like(index, sample_id), torch.full_like(index, STREAMS.index(stream)), index), dim=1
-    )
+def _keys(sample_id: int, kind: int, index: Tensor) -> Tensor:
+    return torch.stack((torch.full_like(index, sample_id), torch.full_like(index, kind), index), dim=1)

@@ -1,0 +1,116 @@
+"""Train a LoRA by policy gradient: rollouts from vLLM-Omni, gradients in Diffusers, tiny random weights, on a
+CPU.
+
+    python -W ignore examples/train_lora_with_rollouts.py
+
+Each step samples a group of trajectories with the rollout engine, scores them, replays every recorded
+transition in the trainer and takes one optimizer step. The policy ratio is exp(train - rollout
+log-probability): before the step it ought to be exactly 1. It is with the adapters installed in both engines,
+and is not without them.
+"""
+
+import logging
+from dataclasses import replace
+
+import torch
+from h3_adapter_diffusers.cps import joint_log_prob, transition
+from h3_adapter_diffusers.install import install_h3_training
+from h3_adapter_diffusers.testing import build, fl2va
+from h3_adapter_diffusers.testing.native import native_adapters, native_inputs
+from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid
+from h3_adapter_vllm import install_h3_rollout
+from h3_adapter_vllm.testing import engine
+from h3_mapper.apply import diffusers_to_native
+from peft import LoraConfig
+from vllm.config.lora import LoRAConfig
+from vllm.lora.utils import replace_submodule
+from vllm_omni.diffusion.lora.utils import from_layer_diffusion
+
+STEPS, GROUP, RANK, PADDING = 4, 3, 8, 13
+TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
+SIGMAS = sigma_grid(5, VIDEO_SHIFT), sigma_grid(5, AUDIO_SHIFT)
+
+
+def trainer():
+    """Diffusers' model with a LoRA, fp32 masters."""
+    model = build().requires_grad_(False).train()
+    torch.manual_seed(0)
+    model.add_adapter(
+        LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, init_lora_weights=False)
+    )
+    return model
+
+
+def rollout_engine(model):
+    """vLLM-Omni's model with the trainer's weights, and its own LoRA wrappers, empty as yet."""
+    rollout = engine.build()
+    state = {n.replace(".base_layer", ""): t for n, t in model.state_dict().items() if "lora_" not in n}
+    rollout.load_weights(diffusers_to_native(state, layout="release", config=dict(model.config)).items())
+    config = LoRAConfig(max_lora_rank=RANK, max_loras=1, max_cpu_loras=1, lora_dtype=torch.bfloat16)
+    for name, a, _ in native_adapters(model):
+        packed = [str(i) for i in range(len(a))] if len(a) > 1 else []
+        replace_submodule(rollout, name, from_layer_diffusion(rollout.get_submodule(name), 1, config, packed))
+    return rollout
+
+
+def sync_lora(model, rollout):
+    """Send the adapter, as a weight sync does."""
+    for name, a, b in native_adapters(model):
+        rollout.get_submodule(name).set_lora(0, a if len(a) > 1 else a[0], b if len(b) > 1 else b[0])
+
+
+def sample(rollout, request, generator):
+    """One trajectory: its recorded steps with the rollout's log-probabilities, and the last latents."""
+    recorded = []
+    for i in range(len(SIGMAS[0]) - 2):  # the terminal step is deterministic and has no density
+        (s, s_next), (a, a_next) = (grid[i : i + 2] for grid in SIGMAS)
+        with torch.no_grad():
+            inputs = native_inputs([request], video_t=float(1 - s), audio_t=float(1 - a), padding=PADDING)
+            video_v, audio_v = rollout(**inputs)
+        moves = []
+        for name, x, v, levels in (
+            ("video", request.video, video_v, (s, s_next)),
+            ("audio", request.audio, audio_v, (a, a_next)),
+        ):
+            noise, rows = torch.randn(x.shape, generator=generator), request.packed.generated_rows(name)
+            moves.append(transition(x, v, *levels, noise=noise, rows=rows))
+        following = [move.next_sample for move in moves]
+        step = Step(request.video, request.audio, *following, s, s_next, a, a_next)
+        recorded.append((step, joint_log_prob(*moves)))
+        request = replace(request, video=following[0], audio=following[1])
+    return recorded, request
+
+
+def train(adapters):
+    model, request = trainer(), fl2va()
+    rollout = rollout_engine(model)
+    handle = install_h3_training(model, scope="model") if adapters else None
+    if adapters:
+        install_h3_rollout(rollout, scope="model")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    generator = torch.Generator().manual_seed(1)
+    for number in range(STEPS):
+        sync_lora(model, rollout)
+        group = [sample(rollout, request, generator) for _ in range(GROUP)]
+        rewards = torch.stack([-last.video.square().mean() for _, last in group])
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+        largest = 0.0
+        for i, ((recorded, _), advantage) in enumerate(zip(group, advantages, strict=True)):
+            for j, (step, log_prob) in enumerate(recorded):
+                result = replay(
+                    model, request.packed, request.text, step, handle=handle, sample_id=i * len(recorded) + j
+                )
+                (-advantage * torch.exp(result.log_prob - log_prob)).backward()
+                largest = max(largest, abs(result.difference(log_prob)))
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"  step {number}: reward {rewards.mean():.4f}, train/rollout log-prob difference: {largest:g}")
+
+
+if __name__ == "__main__":
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    with engine.engine():
+        for adapters in (True, False):
+            print("with the h3 adapters:" if adapters else "without:")
+            train(adapters)
