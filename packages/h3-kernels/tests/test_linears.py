@@ -20,6 +20,8 @@ from h3_kernels.testing import (
     random_inputs,
     shard_parts,
 )
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 INPUTS = {"random": random_inputs, "cancellation": cancellation_inputs, "large": large_magnitude_inputs}
 LINEARS = {"projection": projection, "row_parallel": row_parallel}
@@ -120,6 +122,24 @@ def test_memory_layout_changes_no_bit(linear, stride, dtype):
     assert_bitwise_equal(linear(lay(x), weight), y, "x")
     assert_bitwise_equal(linear(x, lay(weight)), y, "weight")
     assert_bitwise_equal(linear(x[:1].expand(4, -1), weight), y[:1].expand(4, -1), "expanded")
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), units=st.sampled_from(UNIT_COUNTS), width=st.integers(1, 40), rows=st.integers(1, 40))
+def test_any_selection_of_rows_and_columns_at_any_degree_and_layout(dtype, data, units, width, rows):
+    """Rows and columns are drawn with repetition, and each operand and shard takes a drawn memory layout."""
+    k, n = units * width, 24
+    x, weight = cancellation_inputs(rows, n, k, dtype=dtype, seed=data.draw(st.integers(0, 9)))
+    y = row_parallel(x, weight, contract=parallel_id(units))
+    indices = (
+        st.lists(st.integers(0, rows - 1), min_size=1, max_size=50),
+        st.lists(st.integers(0, n - 1), min_size=1),
+    )
+    some_rows, some_columns = (torch.tensor(data.draw(drawn)) for drawn in indices)
+    lay_x, lay_weight = (STRIDED[data.draw(st.sampled_from(sorted(STRIDED)))] for _ in range(2))
+    tp = data.draw(st.sampled_from([tp for tp in (1, 2, 4, 8) if tp <= units]))
+    got = emulated_row_parallel(lay_x(x[some_rows]), lay_weight(weight[some_columns]), tp=tp, units=units)
+    assert_bitwise_equal(got, y[some_rows][:, some_columns])
 
 
 def test_leading_dimensions_and_vectors(linear, dtype):
