@@ -266,6 +266,10 @@ def test_a_stage_keeps_no_slot_that_nobody_reads():
             live |= {slot for node in step for slot in node.writes}
             live -= set(last_used)
         assert live == set(stage.writes)
+    freed = {step[-1].name: set(last_used) for step, last_used in tiny.GRAPH.stage("blocks.0").steps}
+    assert freed["blocks.0.attn.qkv_proj"] == {"h"}
+    assert freed["blocks.0.attn.attention"] >= {"q", "k", "v"}
+    assert freed["blocks.0.mlp.act_fn"] == {"gate", "value"}
 
 
 def test_configuration_is_read_from_either_engine():

@@ -21,14 +21,13 @@ Slots = dict[str, Tensor]
 
 
 class PackedDiT:
-    """The packed DiT of one configuration: ``stages`` and ``nodes`` in order, and the functions that run
-    them.
-    """
+    """The packed DiT of one configuration: its ``stages`` and ``nodes`` in order."""
 
     def __init__(self, config: DiTConfig) -> None:
         self.config = config
         self.stages = build_stages(config)
         self.nodes = tuple(node for stage in self.stages for node in stage.nodes)
+        self._names = frozenset(node.name for node in self.nodes)
         self._by_name = {stage.name: stage for stage in self.stages}
         self._named: dict[tuple[object, ...], str] = {}
         self._constants = Constants(
@@ -60,7 +59,7 @@ class PackedDiT:
     def begin(self, weights: WeightsView, inputs: PackedInputs, settings: Settings | None = None) -> Session:
         """A forward to be run stage by stage, for an engine whose own module hooks surround each block."""
         settings = settings or Settings()
-        unknown = sorted(set(settings.overlay) - {node.name for node in self.nodes})
+        unknown = sorted(settings.overlay.keys() - self._names)
         if unknown:
             raise InputError(f"overlay names nodes that do not exist: {', '.join(unknown)}")
         device = inputs.positions.device

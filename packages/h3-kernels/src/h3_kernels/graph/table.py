@@ -52,17 +52,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A run of nodes. ``reads``: slots it needs from before; ``writes``: slots that later stages or the
-    caller need.
-    """
+    """A run of nodes. ``reads``: slots from before it; ``writes``: slots that later stages or the caller need."""
 
     name: str
     nodes: tuple[Node, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     steps: tuple[tuple[tuple[Node, ...], tuple[str, ...]], ...] = field(init=False, repr=False)
-    """Nodes in the order they run, those that may be one launch together; and the slots no later step needs.
-    """
+    """Nodes in the order they run, together if one launch may do them; with the slots that no later step needs."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(_steps(self.nodes, self.writes)))
@@ -77,11 +74,12 @@ def _steps(
             groups[-1] = (*groups[-1], node)
         else:
             groups.append((node,))
-    later, steps = set(kept), []
+    needed, steps = set(kept), []
     for group in reversed(groups):
         touched = {slot for node in group for slot in (*node.reads, *node.writes)}
-        steps.append((group, tuple(sorted(touched - later))))
-        later |= {slot for node in group for slot in node.reads}
+        steps.append((group, tuple(sorted(touched - needed))))
+        for node in reversed(group):
+            needed = (needed - set(node.writes)) | set(node.reads)
     return reversed(steps)
 
 

@@ -84,7 +84,7 @@ class _Apply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, op: NodeOp, settings: dict[str, Any], *tensors: Tensor | None) -> Outputs:
         result = op._run(tensors, settings)
-        ctx.op, ctx.settings, ctx.count = op, settings, len(tensors)
+        ctx.op, ctx.settings = op, settings
         ctx.save_for_backward(*tensors, *result[op.outputs :])
         return result[0] if op.outputs == 1 else result[: op.outputs]
 

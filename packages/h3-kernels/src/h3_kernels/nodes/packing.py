@@ -25,7 +25,7 @@ def scatter_rows(length: int, dtype: torch.dtype, *parts: tuple[Tensor, Tensor])
         check(fits, "scatter_rows", f"rows {list(rows.shape)} do not fit positions {list(positions.shape)}")
     packed = parts[0][0].new_zeros((length, parts[0][0].shape[1]), dtype=dtype)
     for rows, positions in parts:
-        packed = packed.index_copy(0, positions, rows.to(dtype))
+        packed.index_copy_(0, positions, rows.to(dtype))
     return packed
 
 

@@ -14,8 +14,10 @@ from h3_kernels.trace.record import Output, Trace
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first difference. ``step`` is None before the first step; ``row``: first differing row among the
-    active rows of ``node`` (the first row of a run, where several share a digest).
+    """One difference. ``step`` is None before the first step.
+
+    ``row``: the first row of the output that differs, padding rows not counted (the first of a run of rows, where
+    several share a digest); ``differing`` of ``rows`` digests differ. ``operators``: what computed it in either run.
     """
 
     step: int | None
@@ -39,8 +41,7 @@ class NotComparableError(InputError):
 
 
 def divergences(a: Trace, b: Trace) -> Iterator[Divergence]:
-    """Every difference in the order the runs computed: noise, sigmas, then each step's nodes, velocity and
-    latents.
+    """Every difference in the order computed: noise, sigmas, then each step's nodes, velocity and latents.
 
     Nodes that only one trace recorded are passed over. Raises NotComparableError if fingerprints differ, if
     digests cover different numbers of rows, if a rank's trace was not merged, or if no node is in both.
@@ -60,9 +61,7 @@ def divergences(a: Trace, b: Trace) -> Iterator[Divergence]:
 
 
 def first_divergence(a: Trace, b: Trace) -> Divergence | None:
-    """The first difference of two runs, or None if everything both recorded is equal. Raises
-    NotComparableError.
-    """
+    """The first of ``divergences``, or None if everything both runs recorded is equal."""
     return next(divergences(a, b), None)
 
 

@@ -60,9 +60,7 @@ class Step:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """A run. ``fingerprint``: of the architecture and contracts; ``sigmas`` and ``noise`` by stream (video,
-    audio).
-    """
+    """A run; ``sigmas`` and ``noise`` by stream (video, audio). ``parallel``: the rank that recorded it, or None."""
 
     label: str
     fingerprint: dict[str, Any] = field(default_factory=dict)

@@ -1,6 +1,4 @@
-"""A trace on disk: ``PATH.json`` for names and operators, ``PATH.safetensors`` for digests and the
-trajectory. No pickle.
-"""
+"""A trace on disk: ``PATH.json`` has names and operators, ``PATH.safetensors`` digests and the trajectory."""
 
 from __future__ import annotations
 
