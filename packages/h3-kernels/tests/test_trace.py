@@ -225,6 +225,20 @@ def test_the_command_prints_where_runs_part(tmp_path, capsys):
     assert "missing.json" in capsys.readouterr().out
 
 
+def test_a_drawing_needs_matplotlib(tmp_path, capsys, monkeypatch):
+    save(record("left", steps=1), tmp_path / "a")
+    save(record("right", steps=1, plant=(0, {"blocks.1.mlp.act_fn": double})), tmp_path / "b")
+    command = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--plot", str(tmp_path / "share.png")]
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match=r"--plot needs matplotlib: pip install 'h3-kernels\[plot\]'"):
+        main(command)
+    monkeypatch.undo()
+    pytest.importorskip("matplotlib")
+    assert main(command) == 1
+    assert (tmp_path / "share.png").read_bytes().startswith(b"\x89PNG")
+    assert "drawn to" in capsys.readouterr().out
+
+
 def test_the_module_runs_and_reports_by_its_exit_status(tmp_path):
     save(record(steps=1), tmp_path / "a")
     command = [sys.executable, "-m", "h3_kernels.trace", "compare", str(tmp_path / "a"), str(tmp_path / "a")]

@@ -74,7 +74,9 @@ def _plot(a: Trace, found: list[Divergence], path: str) -> None:
     try:
         from matplotlib.figure import Figure  # optional
     except ImportError as error:
-        raise SystemExit("--plot needs matplotlib; install it, or leave --plot out") from error
+        raise SystemExit(
+            "--plot needs matplotlib: pip install 'h3-kernels[plot]', or leave --plot out"
+        ) from error
     names = [key for step in a.steps[:1] for key in step.outputs]
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots()
