@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from h3_kernels import graph
-from h3_kernels.attention_providers import AttentionCall
-from h3_kernels.attention_providers import choose as choose_attention
 from h3_kernels.audit import Auditor, AuditRow, sampled_rows
 from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.graph import DiTConfig, ModuleWeights, Node, PackedDiT, PackedInputs, Ulysses, vllm_inputs
@@ -23,10 +21,11 @@ from torch import Tensor, nn
 
 from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import BoundModelError
+from h3_adapter_vllm.graph_call import attention_provider, check_call, masked
 from h3_adapter_vllm.lora import active_slices, lora_style
 from h3_adapter_vllm.report import bound_linear
 from h3_adapter_vllm.settings import Ran, Settings, eager
-from h3_adapter_vllm.survey import Site, find_sites, module_at
+from h3_adapter_vllm.survey import Site, find_sites
 
 Outputs = tuple[Tensor, ...]
 VELOCITIES = ("video_velocity", "audio_velocity")
@@ -40,6 +39,7 @@ class GraphBinding:
         self._settings = settings
         self._dit = PackedDiT(DiTConfig.from_mapping({**asdict(model.arch), "rope_theta": model._rope_theta}))
         self._linears = {site.name: site for site in find_sites(model, Scope.PROJECTIONS)}
+        self._places = {name: place_of(model, name) for name in self._linears}
         self._weights = ModuleWeights(LiveTensors(model))
         self._record = Record()
         self._auditors = {name: Auditor() for name in VELOCITIES} if settings.mode is Mode.AUDIT else {}
@@ -89,14 +89,9 @@ class GraphBinding:
         return Bound(contract, self._provider(node))
 
     def _provider(self, node: Node) -> str:
-        if self._record.device.type == "cpu":
-            return "written order"
-        if node.op != "attention":
-            return "triton"
-        heads, head_dim = self._dit.config.heads // self._settings.tp, self._dit.config.head_dim
-        ranks = 1 if self._sequence() is None else self._sequence().world_size
-        probe = torch.empty(0, heads // ranks, head_dim, dtype=torch.bfloat16, device=self._record.device)
-        return choose_attention(AttentionCall.of(probe), "auto", self._record.device).name
+        if node.op == "attention":
+            return attention_provider(self._model, self._settings.tp, self._record.device)
+        return "written order" if self._record.device.type == "cpu" else "h3_kernels.nodes"
 
     @eager
     def _forward(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -154,11 +149,11 @@ class GraphBinding:
                     )
 
     def _lora_terms(self) -> Iterator[tuple[str, Callable[..., Outputs]]]:
-        for name, site in self._linears.items():
-            wrapper = module_at(self._model, name)
-            if wrapper is not site.layer and active_slices(wrapper):
+        for name, (parent, leaf) in self._places.items():
+            site, module = self._linears[name], getattr(parent, leaf)
+            if module is not site.layer and active_slices(module):
                 self._record.tuned.add(name)
-                yield name, self._with_lora(site, wrapper)
+                yield name, self._with_lora(site, module)
 
     def _with_lora(self, site: Site, wrapper: Any) -> Callable[..., Outputs]:
         def lora(strict: Callable[..., Outputs], x: Tensor) -> Outputs:
@@ -178,6 +173,12 @@ class GraphBinding:
             return tuple(torch.split(y, widths, dim=1))
 
         return lora
+
+
+def place_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The parent of a submodule and its attribute there: a LoRA wrapper may come to sit in that place."""
+    parent, _, leaf = name.rpartition(".")
+    return model.get_submodule(parent), leaf
 
 
 class LiveTensors(Mapping[str, Tensor]):
@@ -220,44 +221,3 @@ class Record:
     def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
         """Keep what served ``node``."""
         self.seen[node.name] = requested, next(iter(outputs.values())).shape[0]
-
-
-def graph_obstacles(model: Any) -> Iterator[str]:
-    """Reasons not to replace the model's forward, beside those of its linears."""
-    if "forward" in vars(model):
-        yield "the model's forward is patched on the instance (offload or another install); remove that first"
-    if getattr(model, "vsa_gates_enabled", False):
-        yield "VSA gates are on: the graph attends densely; use scope='projections'"
-    parallel = model.parallel_config
-    for kind in ("ring_degree", "allgather_degree"):
-        if int(getattr(parallel, kind, 1)) != 1:
-            yield f"{kind}={getattr(parallel, kind)}: the graph knows Ulysses; use ulysses_degree"
-
-
-def check_call(kwargs: Mapping[str, Any]) -> None:
-    """Raise what the engine's forward raises for its keywords, and BoundModelError for what the graph does not take."""
-    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import _FORWARD_SUPPORTED_KWARGS
-
-    unexpected = sorted(set(kwargs) - _FORWARD_SUPPORTED_KWARGS)
-    if unexpected:
-        raise TypeError(f"MiniMaxH3DiTModel.forward received unexpected kwargs: {unexpected}")
-    optional = {"update_audio_mask", "skip_mask_out_condition", "video_token_layout", "rope_table"}
-    missing = sorted(name for name in _FORWARD_SUPPORTED_KWARGS - optional if kwargs.get(name) is None)
-    if missing:
-        raise ValueError(f"MiniMaxH3DiTModel.forward requires kwargs {missing}")
-    if kwargs.get("rope_table") is not None:
-        raise BoundModelError("rope_table is given: the graph computes its own, in its written order")
-    places = [kwargs[name]["position_ids"] for name in ("img_pos_info", "img_pos_for_infer_output_info")]
-    if places[0].data_ptr() != places[1].data_ptr() or places[0].shape != places[1].shape:
-        raise BoundModelError(
-            "img_pos_for_infer_output_info is not img_pos_info: the graph returns one velocity a row"
-        )
-
-
-def masked(video: Tensor, audio: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Velocities with condition rows zeroed, as the engine does it."""
-    if kwargs.get("skip_mask_out_condition"):
-        return video, audio
-    video = video * kwargs["update_mask"].view(-1).to(video.device).unsqueeze(-1)
-    audio_mask = kwargs.get("update_audio_mask")
-    return video, audio if audio_mask is None else audio * audio_mask.view(-1).unsqueeze(-1)

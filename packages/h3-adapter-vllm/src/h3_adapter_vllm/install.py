@@ -24,7 +24,8 @@ from vllm.platforms import current_platform
 
 from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import InstallError, RemoveError
-from h3_adapter_vllm.graph_binding import GraphBinding, graph_obstacles
+from h3_adapter_vllm.graph_binding import GraphBinding
+from h3_adapter_vllm.graph_call import graph_obstacles
 from h3_adapter_vllm.linear_binding import LinearBinding
 from h3_adapter_vllm.report import gemm_call
 from h3_adapter_vllm.settings import Clock, Ran, Settings, eager
@@ -161,14 +162,15 @@ def install_h3_rollout(
     sites = [] if mode is Mode.OFF else find_sites(model, scope)
     degree = tp if tp is not None else sites[0].layer.tp_size if sites else 1
     rank = sites[0].layer.tp_rank if sites else 0
-    settings = Settings(mode, contract, degree, rank, collective, provider, scope, Clock())
+    group = collective if degree > 1 else None
+    settings = Settings(mode, contract, degree, rank, group, provider, scope, Clock())
     if mode is Mode.OFF:
         return Handle(model, [LinearBinding(model, [], settings)], settings)
     earlier = _earlier(model, sites, settings)
     if earlier is not None:
         return earlier
     reasons = obstacles(sites, contract=contract, tp=degree) or _provider_obstacles(sites, settings)
-    reasons += graph_obstacles(model) if scope is Scope.MODEL else []
+    reasons += graph_obstacles(model, degree) if scope is Scope.MODEL and not reasons else []
     if reasons:
         raise InstallError(reasons)
     settings = dataclasses.replace(settings, collective=_collective(settings))
