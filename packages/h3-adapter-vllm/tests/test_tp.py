@@ -166,7 +166,7 @@ def test_every_bound_linear_has_the_bytes_of_tp_1(pool, weights, tp):
 def test_report_at_tp_names_the_degree_and_the_engine_keeps_no_row_parallel_sum(pool, weights):
     """The engine's all-reduce serves the time embedder alone ([2 timesteps, 32]); the report says which is whose."""
     for rank, (text, bound, shapes) in enumerate(pool.run(report_of, weights, tp=4)):
-        assert f"tp=4 rank {rank}" in text
+        assert f"tp=4 rank {rank}, scatter TorchDistributedCollective, 1 forwards" in text
         assert bound == 16
         assert shapes == [(2, 32)]
         assert "time_embedder.proj_out" in text

@@ -45,7 +45,11 @@ class Settings:
 
     def describe(self) -> str:
         """One line."""
-        return f"mode {self.mode}, scope {self.scope}, {self.contract}, tp={self.tp} rank {self.rank}"
+        text = f"mode {self.mode}, scope {self.scope}, {self.contract}, tp={self.tp} rank {self.rank}"
+        if self.collective is None:
+            return text
+        form = getattr(self.collective, "form", "")
+        return f"{text}, {form} {type(self.collective).__name__}".replace(",  ", ", ")
 
 
 @dataclass(frozen=True, slots=True)
