@@ -103,6 +103,21 @@ def test_module_shards_by_push_and_by_load_into(tp, rank):
     assert copied.finish() == live.keys() == pushed.finish()
 
 
+def test_recycled_buffers_give_the_same_bits_to_consumers_that_copy():
+    values = state()
+    sync = WeightSync(TINY, recycle=True)
+    got, memory = {}, set()
+    for name, tensor in sync.push((f"transformer.{n}", v) for n, v in values.items()):
+        got[name] = tensor.copy()
+        if "qkv_proj" in name:
+            memory.add(tensor.ctypes.data)
+    assert_bits(got, expected(values, Layout.DIFFUSERS, Layout.RELEASE))
+    assert len(memory) == 1
+    kept = dict(WeightSync(TINY, recycle=True).push((f"transformer.{n}", v) for n, v in values.items()))
+    with pytest.raises(AssertionError):  # what keeping them would give
+        assert_bits(kept, expected(values, Layout.DIFFUSERS, Layout.RELEASE))
+
+
 def test_the_wrong_target_is_caught_by_the_bits():
     """The twin: release rows have module's names and shapes, and are not module's rows."""
     values = state()
@@ -188,10 +203,6 @@ def test_inv_freq_is_emitted_once_with_the_released_bits_and_beside_its_componen
     full = np.frombuffer(H3Config().inv_freq(), "<f4")
     other = np.float32(10000.0) ** (-(np.arange(0, 32, 2, dtype=np.float32) / np.float32(32)))
     assert (full != other).any(), "theta**-x is the peer's formula and differs in some of 16 values"
-    quiet = WeightSync(TINY, inv_freq=False)
-    names = {name for name, _ in quiet.push((f"transformer.{k}", v) for k, v in values.items())}
-    assert "transformer.rope.inv_freq" not in names
-    assert quiet.finish() == names
 
 
 def test_finish_names_every_missing_and_every_extra_tensor():
@@ -295,5 +306,6 @@ def test_load_into_names_what_the_engine_lacks_or_shapes_otherwise():
     with pytest.raises(MissingTensorError, match="pass buffers too"):
         WeightSync(TINY, Layout.MODULE).load_into(bucket, {})
     live = {"transformer.final_layer.norm.weight": np.zeros(0, np.uint16)}
+    live["transformer.rope.inv_freq"] = np.zeros(TINY.rope_freq_dim, np.float32)
     with pytest.raises(ShapeError, match=r"the engine holds \[0\]"):
-        WeightSync(TINY, Layout.MODULE, inv_freq=False).load_into(bucket, live)
+        WeightSync(TINY, Layout.MODULE).load_into(bucket, live)
