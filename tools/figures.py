@@ -19,6 +19,18 @@ def label(record: dict[str, Any]) -> str:
     return " ".join(str(part) for part in (*parts, rows, tp) if part)
 
 
+def bars(records: list[dict[str, Any]]) -> list[tuple[str, float]]:
+    """Every ratio of the records, with a label; a record may compare with several peers."""
+    found = []
+    for record in records:
+        ratio = record.get("ratio")
+        if isinstance(ratio, dict):
+            found += [(f"{label(record)} / {peer}", float(value)) for peer, value in ratio.items()]
+        elif isinstance(ratio, (int, float)):
+            found.append((label(record), float(ratio)))
+    return found
+
+
 def speed_figure(records: list[dict[str, Any]], path: Path, title: str) -> None:
     """Draw ours / theirs of every record that has a ratio as a horizontal bar; 1.0 is the peer, shorter is faster."""
     import matplotlib as mpl
@@ -26,11 +38,14 @@ def speed_figure(records: list[dict[str, Any]], path: Path, title: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    rated = [record for record in records if isinstance(record.get("ratio"), (int, float))]
+    rated = bars(records)
     figure, axes = plt.subplots(figsize=(9, 1.5 + 0.18 * max(len(rated), 1)), layout="constrained")
-    ratios = [float(record["ratio"]) for record in rated]
-    axes.barh(range(len(rated)), ratios, color=[BETTER if ratio <= 1 else WORSE for ratio in ratios])
-    axes.set_yticks(range(len(rated)), [label(record) for record in rated], fontsize=6)
+    axes.barh(
+        range(len(rated)),
+        [ratio for _, ratio in rated],
+        color=[BETTER if r <= 1 else WORSE for _, r in rated],
+    )
+    axes.set_yticks(range(len(rated)), [name for name, _ in rated], fontsize=6)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.invert_yaxis()
     axes.set_xlabel("time / the named peer's in the same run (lower is faster)")

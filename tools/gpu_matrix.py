@@ -8,7 +8,6 @@ device.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import environment
+import records
 from figures import speed_figure
 from hardware import HARDWARE, WrongHardware, require
 
@@ -57,7 +57,7 @@ def run_benchmark(subject: str, scratch: Path) -> list[dict[str, Any]] | None:
     if done.returncode or not out.exists():
         print(f"gpu_matrix: {script} failed with status {done.returncode}", file=sys.stderr)
         return None
-    return [{"benchmark": subject, **record} for record in json.loads(out.read_text())]
+    return [{"benchmark": subject, **record} for record in records.load(out)]
 
 
 def _environ(gpus: int) -> dict[str, str]:
@@ -104,12 +104,10 @@ def main() -> int:
         no_tests = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
         tests = no_tests if arguments.no_tests else run_tests(scratch, arguments.gpus)
         results = {subject: run_benchmark(subject, scratch) for subject in wanted}
-    records = [record for found in results.values() if found is not None for record in found]
-    target = evidence.write(arguments.out, arguments.hardware, seen, tests, records)
-    speed_figure(records, target / "figure.png", f"{arguments.hardware.upper()} at {seen['head'][:12]}")
-    print(
-        f"gpu_matrix: {tests['passed']} passed, {tests['failed']} failed, {len(records)} records in {target}"
-    )
+    made = [record for found in results.values() if found is not None for record in found]
+    target = evidence.write(arguments.out, arguments.hardware, seen, tests, made)
+    speed_figure(made, target / "figure.png", f"{arguments.hardware.upper()} at {seen['head'][:12]}")
+    print(f"gpu_matrix: {tests['passed']} passed, {tests['failed']} failed, {len(made)} records in {target}")
     return 1 if tests["failed"] or None in results.values() else 0
 
 

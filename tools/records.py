@@ -1,0 +1,32 @@
+"""Result files: a JSON list with one record per measurement, each holding the environment it was made in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from environment import collect
+
+Record = dict[str, Any]
+
+
+def write(path: Path, records: Iterable[Record]) -> None:
+    """Write `records` to `path`, each with this process's environment; replaces the file."""
+    environment = collect()
+    whole = [{**record, "environment": environment} for record in records]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def load(path: Path) -> list[Record]:
+    """The records of a result file; empty where it does not exist. Raises ValueError for another form."""
+    if not path.exists():
+        return []
+    whole = json.loads(path.read_text())
+    if not isinstance(whole, list) or not all(
+        isinstance(record, dict) and "environment" in record for record in whole
+    ):
+        raise ValueError(f"{path}: not a result file: expected a list of records, each with its environment")
+    return whole
