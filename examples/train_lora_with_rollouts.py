@@ -15,16 +15,15 @@ from dataclasses import replace
 import torch
 from h3_adapter_diffusers.cps import joint_log_prob, transition
 from h3_adapter_diffusers.install import install_h3_training
-from h3_adapter_diffusers.testing import build, fl2va
-from h3_adapter_diffusers.testing.native import native_adapters, native_inputs
+from h3_adapter_diffusers.testing.native import engine_lora, native_adapters, native_inputs
+from h3_adapter_diffusers.testing.packings import fl2va
+from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid
+from h3_adapter_diffusers.weights import base_state
 from h3_adapter_vllm import install_h3_rollout
 from h3_adapter_vllm.testing import engine
 from h3_mapper.apply import diffusers_to_native
 from peft import LoraConfig
-from vllm.config.lora import LoRAConfig
-from vllm.lora.utils import replace_submodule
-from vllm_omni.diffusion.lora.utils import from_layer_diffusion
 
 STEPS, GROUP, RANK, PADDING = 4, 3, 8, 13
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
@@ -42,21 +41,11 @@ def trainer():
 
 
 def rollout_engine(model):
-    """vLLM-Omni's model with the trainer's weights, and its own LoRA wrappers, empty as yet."""
+    """vLLM-Omni's model with the trainer's weights."""
     rollout = engine.build()
-    state = {n.replace(".base_layer", ""): t for n, t in model.state_dict().items() if "lora_" not in n}
-    rollout.load_weights(diffusers_to_native(state, layout="release", config=dict(model.config)).items())
-    config = LoRAConfig(max_lora_rank=RANK, max_loras=1, max_cpu_loras=1, lora_dtype=torch.bfloat16)
-    for name, a, _ in native_adapters(model):
-        packed = [str(i) for i in range(len(a))] if len(a) > 1 else []
-        replace_submodule(rollout, name, from_layer_diffusion(rollout.get_submodule(name), 1, config, packed))
+    state = diffusers_to_native(base_state(model), layout="release", config=dict(model.config))
+    rollout.load_weights(state.items())
     return rollout
-
-
-def sync_lora(model, rollout):
-    """Send the adapter, as a weight sync does."""
-    for name, a, b in native_adapters(model):
-        rollout.get_submodule(name).set_lora(0, a if len(a) > 1 else a[0], b if len(b) > 1 else b[0])
 
 
 def sample(rollout, request, generator):
@@ -90,7 +79,7 @@ def train(adapters):
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
-        sync_lora(model, rollout)
+        engine_lora(rollout, native_adapters(model), rank=RANK)  # the weight sync
         group = [sample(rollout, request, generator) for _ in range(GROUP)]
         rewards = torch.stack([-last.video.square().mean() for _, last in group])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)

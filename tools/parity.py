@@ -24,8 +24,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what the engines import is theirs
     import torch
     from h3_adapter_diffusers.install import install_h3_training
-    from h3_adapter_diffusers.testing import build, velocities
     from h3_adapter_diffusers.testing.native import native_adapters
+    from h3_adapter_diffusers.testing.tiny import build, velocities
     from h3_mapper.apply import diffusers_to_native
     from peft import LoraConfig
     from torch import Tensor

@@ -5,8 +5,9 @@ import pytest
 import torch
 from h3_adapter_diffusers.errors import BoundModelError
 from h3_adapter_diffusers.install import install_h3_training
-from h3_adapter_diffusers.testing import build, fl2va
+from h3_adapter_diffusers.testing.packings import fl2va
 from h3_adapter_diffusers.testing.ranks import run_ranks
+from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import velocity
 from peft import LoraConfig
 from torch.distributed.device_mesh import init_device_mesh

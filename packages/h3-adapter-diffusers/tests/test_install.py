@@ -8,7 +8,8 @@ import torch
 from diffusers.hooks import apply_layerwise_casting
 from h3_adapter_diffusers.errors import BoundModelError, InstallError, RemoveError
 from h3_adapter_diffusers.install import handle_of, install_h3_training
-from h3_adapter_diffusers.testing import build, fl2va, packings, t2va, velocities
+from h3_adapter_diffusers.testing.packings import fl2va, packings, t2va
+from h3_adapter_diffusers.testing.tiny import build, velocities
 from h3_kernels.binding import Bound, External, Refused
 from h3_kernels.contract import PROJECTION, parallel_id
 from h3_kernels.errors import ModeError

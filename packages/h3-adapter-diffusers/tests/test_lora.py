@@ -5,7 +5,8 @@ import torch
 from h3_adapter_diffusers.errors import BoundModelError, InputError, InstallError
 from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.lora_gate import lora_gate
-from h3_adapter_diffusers.testing import build, fl2va, velocities
+from h3_adapter_diffusers.testing.packings import fl2va
+from h3_adapter_diffusers.testing.tiny import build, velocities
 from h3_adapter_diffusers.training import velocity
 from h3_kernels.lora import ColumnStyle, RowStyle, lora_linear
 from peft import LoHaConfig, LoraConfig

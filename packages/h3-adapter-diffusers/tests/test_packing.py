@@ -10,7 +10,7 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3SetTi
 from h3_adapter_diffusers import packing
 from h3_adapter_diffusers.errors import ReplayError
 from h3_adapter_diffusers.packing import PackedSequence, flatten_joint, split_joint
-from h3_adapter_diffusers.testing import packings
+from h3_adapter_diffusers.testing.packings import packings
 from h3_adapter_diffusers.training import sigma_grid
 
 

@@ -10,8 +10,9 @@ from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.lora import is_wrapper
 from h3_adapter_diffusers.survey import find_sites
 from h3_adapter_diffusers.tensor_parallel import local_shard, shard
-from h3_adapter_diffusers.testing import build, fl2va
+from h3_adapter_diffusers.testing.packings import fl2va
 from h3_adapter_diffusers.testing.ranks import run_ranks
+from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import velocity
 from peft import LoraConfig
 
@@ -129,7 +130,7 @@ def refusals():
 
     messages = []
     for config in ({"num_attention_heads": 9, "attention_head_dim": 16}, {"ffn_dim": 300}):
-        from h3_adapter_diffusers.testing import TINY
+        from h3_adapter_diffusers.testing.tiny import TINY
 
         with pytest.raises(InstallError) as caught:
             shard(build({**TINY, **config}))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from h3_adapter_diffusers.errors import BoundModelError
 from h3_adapter_diffusers.install import install_h3_training
-from h3_adapter_diffusers.testing import build, fl2va, velocities
+from h3_adapter_diffusers.testing.packings import fl2va
+from h3_adapter_diffusers.testing.tiny import build, velocities
 from h3_kernels import nodes
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.trace import Recorder, first_divergence

@@ -7,7 +7,8 @@ import torch
 from h3_adapter_diffusers.cps import transition
 from h3_adapter_diffusers.errors import InputError, ReplayError
 from h3_adapter_diffusers.install import install_h3_training
-from h3_adapter_diffusers.testing import build, packings, t2va
+from h3_adapter_diffusers.testing.packings import packings, t2va
+from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid, velocity
 from h3_kernels.backward_session import backward_session
 from h3_kernels.errors import LogicalKeysError

@@ -1,8 +1,8 @@
-"""The same requests in the words of vLLM-Omni's `MiniMaxH3DiTModel.forward`; nothing of vLLM is imported."""
+"""The same requests and adapters in the words of vLLM-Omni's `MiniMaxH3DiTModel`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -89,6 +89,28 @@ def native_adapters(model: nn.Module) -> Iterator[tuple[str, list[Tensor], list[
     for name, found in slices.items():
         ordered = [found[i] for i in sorted(found)]
         yield name, [a for a, _ in ordered], [b for _, b in ordered]
+
+
+def engine_lora(
+    model: nn.Module, adapters: Iterable[tuple[str, list[Tensor], list[Tensor]]], *, rank: int
+) -> None:
+    """Give a vLLM-Omni model the `adapters` of `native_adapters`, in the engine's own wrappers of buffer rank
+    `rank`.
+
+    Linears are wrapped as the engine's LoRA manager does it; those wrapped already only take the new weights.
+    """
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.utils import replace_submodule
+    from vllm_omni.diffusion.lora.utils import from_layer_diffusion
+
+    config = LoRAConfig(max_lora_rank=rank, max_loras=1, max_cpu_loras=1, lora_dtype=torch.bfloat16)
+    for name, a, b in adapters:
+        wrapper: Any = model.get_submodule(name)
+        if not hasattr(wrapper, "base_layer"):
+            packed = [str(i) for i in range(len(a))] if len(a) > 1 else []
+            wrapper = from_layer_diffusion(wrapper, 1, config, packed)
+            replace_submodule(model, name, wrapper)
+        wrapper.set_lora(0, a if len(a) > 1 else a[0], b if len(b) > 1 else b[0])
 
 
 def _bounds(rows: list[Tensor]) -> list[int]:

@@ -31,7 +31,7 @@ def run_ranks(function: Callable[..., Any], world: int, *args: Any) -> list[Any]
     be picklable; tensors travel by value. Raises RankError.
     """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["h3_adapter_diffusers.testing"])
+    context.set_forkserver_preload(["h3_adapter_diffusers.testing.packings"])
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
         processes = []
