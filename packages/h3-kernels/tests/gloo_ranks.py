@@ -40,7 +40,10 @@ def _rank(rank: int, world_size: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
-        results = backend_case() | (sharded_case() if world_size == 2 and device == "cpu" else {})
+        # Both load the compiler or FSDP, 2 s in each process: once is enough.
+        results = backend_case() | (
+            sharded_case() | compiled_case() if world_size == 2 and device == "cpu" else {}
+        )
         for name, settings in FORMS.items():
             exchange = TorchDistributedCollective(**settings)
             for case in (exchange_case, linear_case, sequence_case, lora_case):
@@ -199,11 +202,33 @@ def block_gradients(block: torch.nn.Module) -> Outputs:
 
 def sharded_case() -> Outputs:
     """FSDP2 over two ranks on equal data; the mean of two equal gradients is exact."""
-    from torch.distributed.device_mesh import init_device_mesh  # 2 s in each process
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     return block_gradients(fully_shard(Block(), mesh=mesh))
+
+
+def compiled_case() -> Outputs:
+    """Both linears in one compiled graph with their exchanges."""
+    exchange = TorchDistributedCollective()
+    tp, rank = exchange.world_size, exchange.rank
+    where: dict[str, Any] = {"tp": tp, "rank": rank, "collective": exchange}
+
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return row_parallel(projection(x, up, parts=(0, 1, 2), **where), down, **where)
+
+    x, weight, *_ = column_tensors()
+    up = shard_parts(weight, tp, rank, parts=PARTS)
+    x, up, down = _leaves(x, up, up.t().contiguous())
+    dy, _ = cancellation_inputs(ROWS, 1, K, seed=9)
+    out = {}
+    for name, call in {
+        "eager": block,
+        "compiled": torch.compile(block, backend="aot_eager", fullgraph=True),
+    }.items():
+        out |= gradients(name, call(x, up, down), dy, x=x, up=up, down=down)
+    return out
 
 
 def backend_case() -> Outputs:

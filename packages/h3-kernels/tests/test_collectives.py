@@ -145,6 +145,12 @@ def test_fully_sharded_parameters_change_no_bit(worlds):
             assert_bitwise_equal(result[name], expected, f"rank {rank} {name}")
 
 
+def test_compiled_ranks_equal_eager_ones(worlds):
+    for rank, result in enumerate(worlds("cpu", 2)):
+        for name in ("y", "dx", "dup", "ddown"):
+            assert_bitwise_equal(result[f"compiled/{name}"], result[f"eager/{name}"], f"rank {rank} {name}")
+
+
 def test_auto_gathers_few_rows_and_scatters_many():
     """At 8 ranks and 5376 columns: 8 MiB are 55 rows from each of 7 peers."""
     exchange = TorchDistributedCollective.__new__(TorchDistributedCollective)

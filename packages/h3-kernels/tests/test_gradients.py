@@ -164,7 +164,7 @@ def test_row_order_packing_and_padding_change_no_gradient_bit(linear, dtype):
     expected = grads(linear, x, weight, bias, dy)
     assert LogicalKeys(keys).order is None, "ordered rows are read in place"
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
-    garbage = torch.full((3, K), 7.0, dtype=dtype), torch.full((3, N), 5.0, dtype=dtype)
+    garbage = torch.full((3, K), torch.nan, dtype=dtype), torch.full((3, N), torch.inf, dtype=dtype)
     packed = [torch.cat([t[order[:20]], pad, t[order[20:]]]) for t, pad in zip((x, dy), garbage, strict=True)]
     packed_keys = torch.cat([keys[order[:20]], torch.full((3, 2), -1), keys[order[20:]]])
     dx, dw, db = grads(linear, packed[0], weight, bias, packed[1], logical_keys=packed_keys)

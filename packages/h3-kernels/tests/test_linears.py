@@ -49,6 +49,8 @@ def test_row_subsets_permutations_padding_and_batch_mixes_change_no_bit(linear, 
     assert_bitwise_equal(linear(padded, weight)[:ROWS], y, "padding")
     other, _ = make(5, N, k, dtype=dtype, seed=9)
     assert_bitwise_equal(linear(torch.cat([other, x]), weight)[5:], y, "batch mix")
+    other[1:3], other[3:] = torch.nan, torch.inf
+    assert_bitwise_equal(linear(torch.cat([other, x]), weight)[5:], y, "not even of NaN and infinities")
     assert_bitwise_equal(linear(x, weight), y, "again")
 
 
