@@ -3,6 +3,8 @@
 import pytest
 import torch
 from h3_adapter_vllm import install_h3_rollout
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytestmark = pytest.mark.engine
 
@@ -59,6 +61,30 @@ def test_a_row_has_the_same_bits_in_any_batch_at_any_position(model, count):
             }
             for how, (batch, where) in batches.items():
                 assert differing(layer(batch)[0][where], alone) == 0, (name, how)
+
+
+@pytest.fixture(scope="module")
+def bound(engine, release):
+    """A model bound for the whole module."""
+    model = engine.build()
+    model.load_weights(release.items())
+    with install_h3_rollout(model, scope="projections") as handle:
+        yield handle.linears
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rows_keep_their_bits_under_any_packing(bound, data):
+    """Any linear, any choice and order of rows with repeats, in any number of batches, is indexing of one batch."""
+    layer = bound[data.draw(st.sampled_from(sorted(bound)))]
+    rows = data.draw(st.integers(1, 24))
+    packing = data.draw(
+        st.lists(st.lists(st.integers(0, rows - 1), min_size=1, max_size=30), min_size=1, max_size=4)
+    )
+    x = rows_of(layer, rows, data.draw(st.integers(0, 99)))
+    whole, _ = layer(x)
+    for batch in packing:
+        assert differing(layer(x[batch])[0], whole[batch]) == 0
 
 
 def test_strided_input_has_the_same_bits(model):

@@ -10,6 +10,8 @@ from h3_mapper.apply import convert_state_dict, native_to_diffusers
 from h3_mapper.errors import AlreadyConvertedError, DtypeError, MapperError, MissingTensorError
 from h3_mapper.plan import plan
 from h3_mapper.spec import Layout
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 pytestmark = pytest.mark.engine
@@ -61,6 +63,24 @@ def test_every_layout_gives_the_engines_own_loaders_state(engine, model, states,
     names = load_h3_weights(fresh, source, layout)
     assert names == set(model.state_dict())
     assert same_state(fresh, model)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(LAYOUTS), st.randoms(use_true_random=False))
+def test_pairs_may_come_in_any_order(engine, expected, states, layout, random):
+    pairs = list(states[layout].items())
+    random.shuffle(pairs)
+    fresh = engine.build()
+    load_h3_weights(fresh, pairs, layout)
+    assert same_state(fresh, expected)
+
+
+@pytest.fixture(scope="module")
+def expected(engine, release):
+    """What the engine's own loader makes of the release layout."""
+    model = engine.build()
+    model.load_weights(release.items())
+    return model
 
 
 def test_wrong_layout_scrambles_rows(engine, model, folders):
