@@ -4,6 +4,7 @@ hub's rules and the library reads it; digests do not depend on layout, shards or
 import itertools
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,32 @@ def test_pieces_longer_than_a_chunk_and_shards_smaller_than_one(tmp_path, monkey
         convert(tmp_path / "a", tmp_path / f"out{chunk}", "release", max_shard_size=5000)
         assert read_files(tmp_path / f"out{chunk}") == reference_native(held, TINY, Layout.RELEASE)
         assert verify(tmp_path / "a", tmp_path / f"out{chunk}").equal
+
+
+def test_a_sparse_source_gives_the_same_bytes_and_stays_sparse(tmp_path):
+    """Holes are zeros to readers and digests; they are kept, so a full-size sparse checkpoint needs little disk."""
+    wide = replace(TINY, hidden_size=512, ffn_dim=2048)
+    held = {n: (d, s, bytes(len(b))) for n, (d, s, b) in write_diffusers(tmp_path / "a", wide).items()}
+    marked = "transformer_blocks.0.ff.net.0.proj.weight"
+    for name in (marked, "proj_in.bias", "transformer_blocks.1.attn.to_k.weight"):
+        dtype, shape, data = held[name]
+        held[name] = (dtype, shape, data[:-3] + b"end")
+    path = tmp_path / "a" / "diffusion_pytorch_model.safetensors"
+    write_file(path, held, {"format": "pt"})
+    dense = path.read_bytes()
+    path.unlink()
+    with path.open("wb") as file:
+        for at in range(0, len(dense), 4096):
+            if any(block := dense[at : at + 4096]):
+                file.seek(at)
+                file.write(block)
+        file.truncate(len(dense))
+    convert(tmp_path / "a", tmp_path / "b", "release")
+    assert read_files(tmp_path / "b") == reference_native(held, wide, Layout.RELEASE)
+    assert verify(tmp_path / "a", tmp_path / "b").equal
+    written = tmp_path / "b" / "model.safetensors"
+    assert written.stat().st_size > 20_000_000
+    assert written.stat().st_blocks * 512 < 6_000_000
 
 
 @pytest.mark.parametrize("limit", ["5GB", 100_000, 3000, 1])

@@ -64,6 +64,11 @@ class _Task:
     plan: Plan
     files: tuple[OutFile, ...]
 
+    @property
+    def footprint(self) -> int:
+        """Disk the output needs, bytes."""
+        return min(sum(file.size for file in self.files), self.found.component.footprint)
+
 
 def convert(
     source: str | os.PathLike[str],
@@ -90,7 +95,7 @@ def convert(
         _task(name, found, to, parse_size(max_shard_size))
         for name, found in identified_all(source, Layout(stated) if stated else None).items()
     ]
-    check_destination(destination, source, sum(file.size for task in tasks for file in task.files))
+    check_destination(destination, source, sum(task.footprint for task in tasks))
     meter = _meter(progress, [task.plan.nbytes for task in tasks])
     with staging(destination) as folder:
         done = [

@@ -24,6 +24,7 @@ from h3_mapper.errors import (
     listed,
 )
 from h3_mapper.safetensors_io import Entry, Header, parse_json, read_header
+from h3_mapper.stream import CHUNK
 
 PARTITIONS = {
     "transformer": "FL2VA",
@@ -52,6 +53,13 @@ class Component:
     def nbytes(self) -> int:
         """Bytes of tensor data."""
         return sum(entry.end - entry.begin for _, entry in self.tensors.values())
+
+    @property
+    def footprint(self) -> int:
+        """Most disk a copy can take, bytes: holes of sparse shards are kept, but only whole CHUNKs of them."""
+        grain = CHUNK // 4096  # the least data that makes a chunk no hole is one 4 KiB page
+        stats = [header.path.stat() for header in self.headers]
+        return sum(min(stat.st_size, stat.st_blocks * 512 * grain) for stat in stats)
 
     @property
     def declared(self) -> frozenset[str]:
