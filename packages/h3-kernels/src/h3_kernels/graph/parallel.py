@@ -127,34 +127,41 @@ class Ulysses:
         ranges = [row_range(total, self.world_size, rank) for rank in range(self.world_size)]
         return [stop - start for start, stop in ranges]
 
-    def _swap(self, sent: list[Tensor], received: list[Tensor]) -> None:
-        """Send ``sent[r]`` to rank r and fill ``received[r]`` from it, as bytes."""
-        flat = torch.cat([t.contiguous().view(torch.uint8).flatten() for t in sent])
-        into = [t.numel() * t.element_size() for t in received]
-        landed = flat.new_empty(sum(into))
-        out = [t.numel() * t.element_size() for t in sent]
-        dist.all_to_all_single(landed, flat, into, out, group=self._group)
-        for target, part in zip(received, torch.split(landed, into), strict=True):
-            target.copy_(part.view(target.dtype).view(target.shape))
+    def _swap(self, received: Tensor, into: list[int], sent: Tensor, out: list[int]) -> Tensor:
+        """Fill ``received`` with ``into[r]`` values from each rank r, sending it ``out[r]`` of ``sent``, as bytes.
+
+        Both are contiguous, rank after rank.
+        """
+        size = sent.element_size()
+        dist.all_to_all_single(
+            received.view(-1).view(torch.uint8),
+            sent.view(-1).view(torch.uint8),
+            [count * size for count in into],
+            [count * size for count in out],
+            group=self._group,
+        )
+        return received
 
     def exchange(self, x: Tensor, total: int, to_heads: bool) -> Tensor:
         """One direction of the exchange, without autograd."""
-        sizes, mine = self._sizes(total), self._sizes(total)[self.rank]
+        sizes, ranks, dim = self._sizes(total), self.world_size, x.shape[2]
+        mine = sizes[self.rank]
+        heads = x.shape[1] // ranks if to_heads else x.shape[1]
+        all_rows, my_rows = [rows * heads * dim for rows in sizes], [mine * heads * dim] * ranks
         if to_heads:
-            heads = x.shape[1] // self.world_size
-            out = x.new_empty((total, heads, x.shape[2]))
-            self._swap(list(torch.split(x, heads, dim=1)), list(torch.split(out, sizes)))
-            return out
-        out = x.new_empty((mine, x.shape[1] * self.world_size, x.shape[2]))
-        pieces = [x.new_empty((mine, x.shape[1], x.shape[2])) for _ in sizes]
-        self._swap(list(torch.split(x, sizes)), pieces)
-        return torch.cat(pieces, dim=1, out=out)
+            by_rank = x.reshape(mine, ranks, heads, dim).transpose(0, 1).contiguous()
+            return self._swap(x.new_empty((total, heads, dim)), all_rows, by_rank, my_rows)
+        by_rank = self._swap(x.new_empty((ranks, mine, heads, dim)), my_rows, x.contiguous(), all_rows)
+        return by_rank.transpose(0, 1).reshape(mine, ranks * heads, dim)
 
     def gather_bytes(self, x: Tensor, total: int) -> Tensor:
         """All rows, without autograd."""
-        out = x.new_empty((total, *x.shape[1:]))
-        self._swap([x] * self.world_size, list(torch.split(out, self._sizes(total))))
-        return out
+        sizes, width = self._sizes(total), x.shape[1:].numel()
+        copies = x.expand(self.world_size, *x.shape).contiguous()
+        my_rows = [x.shape[0] * width] * self.world_size
+        return self._swap(
+            x.new_empty((total, *x.shape[1:])), [rows * width for rows in sizes], copies, my_rows
+        )
 
 
 class _Exchange(torch.autograd.Function):

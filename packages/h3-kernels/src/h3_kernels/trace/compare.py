@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,9 +80,7 @@ def velocity_drift(a: Trace, b: Trace) -> list[dict[str, float]]:
 
 def _check(a: Trace, b: Trace) -> None:
     if a.fingerprint.get("id") != b.fingerprint.get("id"):
-        keys = sorted(
-            k for k in {*a.fingerprint, *b.fingerprint} if a.fingerprint.get(k) != b.fingerprint.get(k)
-        )
+        keys = _differing_keys(a.fingerprint, b.fingerprint)
         raise NotComparableError(f"fingerprints of {a.label!r} and {b.label!r} differ in {', '.join(keys)}")
     if a.rows_per_digest != b.rows_per_digest:
         raise NotComparableError(
@@ -94,6 +93,18 @@ def _check(a: Trace, b: Trace) -> None:
     left, right = (trace.steps[0].outputs.keys() if trace.steps else set() for trace in (a, b))
     if left and right and not left & right:
         raise NotComparableError(f"no node is in both {a.label!r} and {b.label!r}")
+
+
+def _differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the entries two fingerprints disagree on, ``id`` aside."""
+    names: list[str] = []
+    for key in sorted({*a, *b} - {"id"}):
+        left, right = a.get(key), b.get(key)
+        if isinstance(left, dict) and isinstance(right, dict):
+            names += _differing_keys(left, right, f"{prefix}{key}: ")
+        elif left != right:
+            names.append(prefix + key)
+    return names
 
 
 def _outputs(step: int, group: int, a: Output, b: Output) -> Iterator[Divergence]:

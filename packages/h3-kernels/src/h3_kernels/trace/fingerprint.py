@@ -25,7 +25,8 @@ def fingerprint(
 ) -> dict[str, Any]:
     """Fingerprint of a model under a contract, JSON values only; ``id`` is a digest of the rest.
 
-    ``weights``: whole tensors by ``module`` name (not a rank's shards); their digests enter the fingerprint.
+    ``weights``: whole tensors by ``module`` name (not a rank's shards); a digest of each block and of each other
+    component enters the fingerprint.
     ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The
     attention provider that ``settings`` names is part of it; degrees of parallelism, padding, providers of
     linears and checkpointing are not: they change no bit.
@@ -39,10 +40,20 @@ def fingerprint(
         "facts": dict(sorted(facts.items())),
     }
     if weights is not None:
-        document["weights"] = _hash({name: _tensor(weights[name]) for name in sorted(weights)})
+        components: dict[str, dict[str, str]] = {}
+        for name in sorted(weights):
+            components.setdefault(_component(name), {})[name] = _tensor(weights[name])
+        document["weights"] = {component: _hash(tensors) for component, tensors in components.items()}
         dtypes = {name: str(weights[name].dtype).removeprefix("torch.") for name in sorted(weights)}
         document["precision"] = _hash(dtypes)
     return {"id": _hash(document), **document}
+
+
+def _component(name: str) -> str:
+    """``blocks.3`` of ``blocks.3.norm1.weight``; outside the block stacks, the first part of the name."""
+    parts = name.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else parts[0]
 
 
 def _tensor(x: Tensor) -> str:
