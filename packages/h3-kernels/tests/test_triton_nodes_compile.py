@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 )
 HEAD = 128
 ROW = {"COLS": 5376, "CHUNK": 2048, "CHUNKS": 3, "LEVELS": 11}
-PRELOAD = {"PRELOAD": True}
+FORWARD = ROW | {"STORE_LAST": True}
 HEADS = {"D": HEAD, "HALF": 48, "HEADS": 8}
 
 
@@ -65,16 +65,17 @@ def row_cases() -> list[Case]:
     backward = {"RESIDUAL": True, "WEIGHT_TERM": True, "SCALE_TERM": True}
     plain = dict.fromkeys(backward, False)
     return [
-        Case("rms_norm", "rms_norm_kernel", off | ROW | PRELOAD, 4),
-        Case("rms_norm", "rms_norm_kernel", on | ROW | PRELOAD, 4),
+        Case("rms_norm", "rms_norm_kernel", off | FORWARD, 8),
+        Case("rms_norm", "rms_norm_kernel", on | FORWARD, 8),
+        Case("rms_norm", "rms_norm_kernel", on | ROW | {"STORE_LAST": False}, 4),
         Case("rms_norm", "rms_norm_backward_kernel", off | plain | ROW, 4, types=terms),
         Case("rms_norm", "rms_norm_backward_kernel", on | backward | ROW, 4, types=terms),
         Case("gated_residual", "gated_residual_kernel", {"RESIDUAL": True, "GATED": True} | ROW, 4),
         Case("gated_residual", "gated_residual_kernel", {"RESIDUAL": True, "GATED": False} | ROW, 4),
-        Case("gated_residual", "gated_residual_norm_kernel", ROW | PRELOAD, 4),
-        Case("qk_norm_rope", "qk_norm_rope_kernel", HEADS, 2),
-        Case("qk_norm_rope", "qk_norm_rope_kernel", HEADS | {"HALF": 0}, 2),
-        Case("qk_norm_rope", "qk_norm_rope_backward_kernel", HEADS | {"Q_TERM": False, "K_TERM": False}, 2),
+        Case("gated_residual", "gated_residual_norm_kernel", FORWARD, 8),
+        Case("qk_norm_rope", "qk_norm_rope_kernel", HEADS, 1),
+        Case("qk_norm_rope", "qk_norm_rope_kernel", HEADS | {"HALF": 0}, 1),
+        Case("qk_norm_rope", "qk_norm_rope_backward_kernel", HEADS | {"Q_TERM": False, "K_TERM": False}, 1),
         Case("swiglu", "swiglu_kernel", {"COLS": 14336, "BLOCK": 1024}, 4),
         Case("swiglu", "swiglu_backward_kernel", {"COLS": 14336, "BLOCK": 1024}, 4),
     ]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DKDV_TILE = {"ROWS": 64, "KEYS": 64, "num_warps": 4, "num_stages": 2}
-DQ_TILE = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 4}
+DQ_TILE = {"ROWS": 256, "KEYS": 64, "num_warps": 8, "num_stages": 4}
 RECOMPUTED_DQ_TILE = {"ROWS": 128, "KEYS": 64, "num_warps": 8, "num_stages": 3}
 """Tiles: speed only, no bit depends on them. The two 64 x 64 programs an SM holds overlap exp with products."""
 
@@ -320,7 +320,7 @@ def _run(
     dkdv_tile, dq_tile, recomputed_tile = tiles
     needs_dkdv = needs[1] or needs[2]
     slots = call.q.shape[0] + call.documents * dkdv_tile["KEYS"]
-    width = triton.cdiv(call.longest, 128) * 128
+    width = triton.cdiv(call.longest, dq_tile["ROWS"]) * dq_tile["ROWS"]
     programs = triton.cdiv(call.longest, dkdv_tile["KEYS"]) * call.documents
     chosen = heads_at_a_time(call.heads, slots * width * 2, programs, _resident_programs(call.q), limit)
     if not (needs[0] and needs_dkdv and chosen):

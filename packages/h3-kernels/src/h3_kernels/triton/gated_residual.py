@@ -14,14 +14,13 @@ import triton
 import triton.language as tl
 from h3_kernels.triton.rms_norm import modulation_gradients, norm_backward
 from h3_kernels.triton.rows import (
+    FEW_ROWS,
     chunking,
     columns_contiguous,
     inverse_rms,
     load_chunk,
-    load_raw,
     options,
     pair_sum,
-    preload,
     row_stride,
     store_chunk,
 )
@@ -41,22 +40,25 @@ def gated_residual_kernel(
     row = tl.program_id(0).to(tl.int64)
     if GATED:
         gate_ptr += tl.load(index_ptr + row) * gate_stride
+    out = ()
     for i in tl.static_range(CHUNKS):
         y = load_chunk(branch_ptr + row * branch_stride, i, COLS, CHUNK)
         if GATED:
             y = load_chunk(gate_ptr, i, COLS, CHUNK) * y
         if RESIDUAL:
             y = load_chunk(x_ptr + row * x_stride, i, COLS, CHUNK) + y
-        store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
+        out = out + (y,)
+    for i in tl.static_range(CHUNKS):
+        store_chunk(y_ptr + row * y_stride, out[i], i, COLS, CHUNK)
 
 
 @triton.jit
 def gated_residual_norm_kernel(
     y_ptr, h_ptr, x_ptr, gate_ptr, branch_ptr, weight_ptr, shift_ptr, scale_ptr, index_ptr,
     y_stride, h_stride, x_stride, gate_stride, branch_stride, shift_stride, scale_stride, eps,
-    COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, PRELOAD: tl.constexpr,
+    COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr, STORE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: the new residual y and its modulated norm h. Loads come first, as in `rms_norm_kernel`."""
+    """One row per program: the new residual y and its modulated norm h. STORE_LAST as in `rms_norm_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.load(index_ptr + row)
     gate_ptr += index * gate_stride
@@ -68,28 +70,27 @@ def gated_residual_norm_kernel(
             branch_ptr + row * branch_stride, i, COLS, CHUNK
         )
         y = load_chunk(x_ptr + row * x_stride, i, COLS, CHUNK) + branch
-        store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
+        if not STORE_LAST:
+            store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
         x = x + (y.to(y_ptr.dtype.element_ty).to(tl.float32),)
-    weight = ()
-    scale = ()
-    shift = ()
-    if PRELOAD:
+    if STORE_LAST:
         for i in tl.static_range(CHUNKS):
-            weight = weight + (load_raw(weight_ptr, i, COLS, CHUNK),)
-            scale = scale + (load_raw(scale_ptr, i, COLS, CHUNK),)
-            shift = shift + (load_raw(shift_ptr, i, COLS, CHUNK),)
+            store_chunk(y_ptr + row * y_stride, x[i], i, COLS, CHUNK)
     squares = x[0] * x[0]
     for i in tl.static_range(1, CHUNKS):
         squares += x[i] * x[i]
     r = inverse_rms(pair_sum(squares, LEVELS), COLS, eps)
+    out = ()
     for i in tl.static_range(CHUNKS):
-        if PRELOAD:
-            n = x[i] * r * weight[i].to(tl.float32)
-            h = n * (1.0 + scale[i].to(tl.float32)) + shift[i].to(tl.float32)
+        n = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
+        h = n * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
+        if STORE_LAST:
+            out = out + (h,)
         else:
-            n = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
-            h = n * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
-        store_chunk(h_ptr + row * h_stride, h, i, COLS, CHUNK)
+            store_chunk(h_ptr + row * h_stride, h, i, COLS, CHUNK)
+    if STORE_LAST:
+        for i in tl.static_range(CHUNKS):
+            store_chunk(h_ptr + row * h_stride, out[i], i, COLS, CHUNK)
 
 
 def _gated(x: Tensor | None, gate: Tensor | None, branch: Tensor, index: Tensor | None) -> Tensor:
@@ -163,7 +164,7 @@ def launch_gated_residual_norm(
         gated_residual_norm_kernel[(x.shape[0],)](
             y, h, x, gate, branch, weight, shift, scale, index,
             y.stride(0), h.stride(0), x.stride(0), gate.stride(0), branch.stride(0), shift.stride(0), scale.stride(0),
-            eps, PRELOAD=preload(x.shape[0]), **chunking(x.shape[1]), **options(x.shape[0]),
+            eps, STORE_LAST=x.shape[0] < FEW_ROWS, **chunking(x.shape[1]), **options(x.shape[0]),
         )  # fmt: skip
     return y, h, y
 

@@ -13,14 +13,13 @@ import torch
 import triton
 import triton.language as tl
 from h3_kernels.triton.rows import (
+    FEW_ROWS,
     chunking,
     columns_contiguous,
     inverse_rms,
     load_chunk,
-    load_raw,
     options,
     pair_sum,
-    preload,
     row_stride,
     store_chunk,
 )
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 def rms_norm_kernel(
     y_ptr, x_ptr, weight_ptr, shift_ptr, scale_ptr, index_ptr, y_stride, x_stride, shift_stride, scale_stride, eps,
     MODULATED: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LEVELS: tl.constexpr,
-    PRELOAD: tl.constexpr,
+    STORE_LAST: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. Everything is loaded before the row sum, whose barriers no load would cross."""
+    """One row per program. With STORE_LAST no load waits behind a store, for more registers."""
     row = tl.program_id(0).to(tl.int64)
     if MODULATED:
         index = tl.load(index_ptr + row)
@@ -45,29 +44,44 @@ def rms_norm_kernel(
     x = ()
     for i in tl.static_range(CHUNKS):
         x = x + (load_chunk(x_ptr + row * x_stride, i, COLS, CHUNK),)
-    weight = ()
-    scale = ()
-    shift = ()
-    if PRELOAD:
-        for i in tl.static_range(CHUNKS):
-            weight = weight + (load_raw(weight_ptr, i, COLS, CHUNK),)
-            if MODULATED:
-                scale = scale + (load_raw(scale_ptr, i, COLS, CHUNK),)
-                shift = shift + (load_raw(shift_ptr, i, COLS, CHUNK),)
     squares = x[0] * x[0]
     for i in tl.static_range(1, CHUNKS):
         squares += x[i] * x[i]
     r = inverse_rms(pair_sum(squares, LEVELS), COLS, eps)
+    out = ()
     for i in tl.static_range(CHUNKS):
-        if PRELOAD:
-            y = x[i] * r * weight[i].to(tl.float32)
-            if MODULATED:
-                y = y * (1.0 + scale[i].to(tl.float32)) + shift[i].to(tl.float32)
+        y = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
+        if MODULATED:
+            y = y * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
+        if STORE_LAST:
+            out = out + (y,)
         else:
-            y = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
-            if MODULATED:
-                y = y * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK)) + load_chunk(shift_ptr, i, COLS, CHUNK)
-        store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
+            store_chunk(y_ptr + row * y_stride, y, i, COLS, CHUNK)
+    if STORE_LAST:
+        for i in tl.static_range(CHUNKS):
+            store_chunk(y_ptr + row * y_stride, out[i], i, COLS, CHUNK)
+
+
+@triton.jit
+def store_weight_terms(
+    term_row, dy_row, scale_row, x, r, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Terms of the weight's gradient, fp32: (dy * (1 + scale)) * (x * r); no scale_row without modulation."""
+    for i in tl.static_range(CHUNKS):
+        dn = load_chunk(dy_row, i, COLS, CHUNK)
+        if scale_row is not None:
+            dn = dn * (1.0 + load_chunk(scale_row, i, COLS, CHUNK))
+        store_chunk(term_row, dn * (x[i] * r), i, COLS, CHUNK)
+
+
+@triton.jit
+def store_scale_terms(
+    term_row, dy_row, weight_ptr, x, r, COLS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+):
+    """Terms of the scale table's gradient, fp32: dy * ((x * r) * weight)."""
+    for i in tl.static_range(CHUNKS):
+        n = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
+        store_chunk(term_row, load_chunk(dy_row, i, COLS, CHUNK) * n, i, COLS, CHUNK)
 
 
 @triton.jit
@@ -106,23 +120,27 @@ def rms_norm_backward_kernel(
         products += g[i] * (x[i] * r)
     mean = tl.div_rn(pair_sum(products, LEVELS), COLS * 1.0)
     dtype = dx_ptr.dtype.element_ty
+    dx = ()
+    gate = ()
     for i in tl.static_range(CHUNKS):
-        dx = (g[i] - x[i] * r * mean) * r
+        dxi = (g[i] - x[i] * r * mean) * r
         if RESIDUAL:
-            dx = load_chunk(dout_ptr + row * dout_stride, i, COLS, CHUNK) + dx.to(dtype).to(tl.float32)
-            dbranch = load_chunk(gate_ptr, i, COLS, CHUNK) * dx.to(dtype).to(tl.float32)
-            store_chunk(dbranch_ptr + row * dbranch_stride, dbranch, i, COLS, CHUNK)
-        store_chunk(dx_ptr + row * dx_stride, dx, i, COLS, CHUNK)
+            dxi = load_chunk(dout_ptr + row * dout_stride, i, COLS, CHUNK) + dxi.to(dtype).to(tl.float32)
+            gate = gate + (load_chunk(gate_ptr, i, COLS, CHUNK),)
+        dx = dx + (dxi.to(dtype).to(tl.float32),)
     for i in tl.static_range(CHUNKS):
-        if WEIGHT_TERM:
-            dn = load_chunk(dy_ptr + row * dy_stride, i, COLS, CHUNK)
-            if MODULATED:
-                dn = dn * (1.0 + load_chunk(scale_ptr, i, COLS, CHUNK))
-            store_chunk(weight_term_ptr + row * COLS, dn * (x[i] * r), i, COLS, CHUNK)
-        if SCALE_TERM:
-            n = x[i] * r * load_chunk(weight_ptr, i, COLS, CHUNK)
-            dy = load_chunk(dy_ptr + row * dy_stride, i, COLS, CHUNK)
-            store_chunk(scale_term_ptr + row * COLS, dy * n, i, COLS, CHUNK)
+        store_chunk(dx_ptr + row * dx_stride, dx[i], i, COLS, CHUNK)
+        if RESIDUAL:
+            store_chunk(dbranch_ptr + row * dbranch_stride, gate[i] * dx[i], i, COLS, CHUNK)
+    if WEIGHT_TERM:
+        scale_row = scale_ptr if MODULATED else None
+        store_weight_terms(
+            weight_term_ptr + row * COLS, dy_ptr + row * dy_stride, scale_row, x, r, COLS, CHUNK, CHUNKS
+        )
+    if SCALE_TERM:
+        store_scale_terms(
+            scale_term_ptr + row * COLS, dy_ptr + row * dy_stride, weight_ptr, x, r, COLS, CHUNK, CHUNKS
+        )
 
 
 def norm_forward(
@@ -134,7 +152,8 @@ def norm_forward(
     if x.shape[0]:
         rms_norm_kernel[(x.shape[0],)](
             y, x, weight, shift, scale, index, y.stride(0), x.stride(0), row_stride(shift), row_stride(scale), eps,
-            MODULATED=index is not None, PRELOAD=preload(x.shape[0]), **chunking(x.shape[1]), **options(x.shape[0]),
+            MODULATED=index is not None, STORE_LAST=x.shape[0] < FEW_ROWS,
+            **chunking(x.shape[1]), **options(x.shape[0]),
         )  # fmt: skip
     return y
 

@@ -26,20 +26,12 @@ CHUNK = 2048
 4 and 8 warps, 2048 on 4 has the least time over the four norm kernels on an H200 (docs/measured-facts-nodes.md)."""
 
 FEW_ROWS = 2048
-WARPS_OF_FEW, WARPS_OF_MANY = 8, 4
-PRELOAD_OF_FEW, PRELOAD_OF_MANY = True, False
-"""With few rows a launch lives on latency: more warps share a row. No bit depends on the number of warps."""
+"""Below this, a launch lives on latency: more warps share a row. Above, on bandwidth. No bit depends on it."""
 
 
 def options(rows: int) -> dict[str, Any]:
     """Launch options of a row kernel; products and sums stay separate roundings."""
-    warps = WARPS_OF_FEW if rows < FEW_ROWS else WARPS_OF_MANY
-    return {"num_warps": warps, "num_stages": 1, "enable_fp_fusion": False}
-
-
-def preload(rows: int) -> bool:
-    """Load."""
-    return PRELOAD_OF_FEW if rows < FEW_ROWS else PRELOAD_OF_MANY
+    return {"num_warps": 8 if rows < FEW_ROWS else 4, "num_stages": 1, "enable_fp_fusion": False}
 
 
 def chunking(columns: int) -> dict[str, int]:
@@ -72,17 +64,6 @@ def load_chunk(row_ptr, i: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr
     else:
         x = tl.load(row_ptr + columns, mask=columns < COLS, other=0.0)
     return x.to(tl.float32)
-
-
-@triton.jit
-def load_raw(row_ptr, i: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr):
-    """Chunk i of a row in its own dtype, to be widened when it is used: half the registers of `load_chunk`."""
-    columns = i * CHUNK + tl.arange(0, CHUNK)
-    if (i + 1) * CHUNK <= COLS:
-        x = tl.load(row_ptr + columns)
-    else:
-        x = tl.load(row_ptr + columns, mask=columns < COLS, other=0.0)
-    return x
 
 
 @triton.jit
