@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import TextIO
 
-from h3_mapper.commands import BAD_INPUT, COMMANDS, Command
+from h3_mapper.commands import COMMANDS
 from h3_mapper.errors import MapperError
+from h3_mapper.outcome import BAD_INPUT, Command
 from h3_mapper.readback import PLACEHOLDER_NUMPY
 
 

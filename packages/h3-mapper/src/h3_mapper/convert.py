@@ -90,7 +90,7 @@ def convert(
 
     Raises a MapperError kind; `destination` is then absent. Peak memory does not depend on the size.
     """
-    source, destination, to = Path(source), Path(destination), Layout(to)
+    source, destination, to, algorithm = Path(source), Path(destination), Layout(to), Digest(digest)
     tasks = [
         _task(name, found, to, parse_size(max_shard_size))
         for name, found in identified_all(source, Layout(stated) if stated else None).items()
@@ -99,7 +99,7 @@ def convert(
     meter = _meter(progress, [task.plan.nbytes for task in tasks])
     with staging(destination) as folder:
         done = [
-            _run(task, folder / task.name, Digest(digest), threads, each)
+            _run(task, folder / task.name, algorithm, threads, each)
             for task, each in zip(tasks, meter, strict=True)
         ]
     return Converted(destination, to, tuple(done))

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from h3_mapper.commands import BAD_INPUT, DIFFERENT, OK, Outcome
 from h3_mapper.config import H3Config
 from h3_mapper.convert import convert
 from h3_mapper.errors import AmbiguousLayoutError, OutputExistsError
+from h3_mapper.outcome import BAD_INPUT, DIFFERENT, OK, Outcome
 from h3_mapper.plan import tensors
 from h3_mapper.safetensors_io import read_header
 from h3_mapper.shards import DIFFUSERS_STEM, index_json, out_files

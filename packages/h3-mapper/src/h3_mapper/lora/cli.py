@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from h3_mapper.commands import Command, Outcome
 from h3_mapper.errors import ConfigError
 from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
+from h3_mapper.outcome import Command, Outcome
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
