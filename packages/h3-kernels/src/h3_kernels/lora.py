@@ -93,8 +93,9 @@ def lora_slices(
 ) -> Tensor:
     """``lora_linear`` on each slice of a fused linear's output; columns no slice covers are base_out's.
 
-    The shrinking products of all slices run as one. Bits equal ``lora_linear`` on each slice alone. Raises InputError
-    if slices overlap or leave the output, and what ``lora_linear`` raises.
+    The shrinking products of all slices run as one. y, dA and dB equal ``lora_linear`` on each slice alone; dX is one
+    reduction over the ranks of all slices, where separate calls add rounded ones. Raises InputError if slices overlap
+    or leave the output, and what ``lora_linear`` raises.
     """
     keys = as_logical_keys(logical_keys)
     ordered = sorted(slices, key=lambda s: s.start)
