@@ -12,7 +12,7 @@ from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.modes import Mode
-from h3_kernels.providers import GemmCall, choose
+from h3_kernels.providers import GemmCall, capability, choose
 from torch import nn
 
 from h3_adapter_diffusers.bindings import BLOCK_LISTS, Scope, Style
@@ -202,5 +202,5 @@ def _gemm_call(site: Site, s: Settings, ran: Ran) -> GemmCall:
         b_layout="k",
         has_bias=linear.bias is not None and not (row and tp > 1),
         device_type=ran.device.type,
-        capability=torch.cuda.get_device_capability(ran.device) if ran.device.type == "cuda" else None,
+        capability=capability(ran.device),
     )

@@ -168,7 +168,7 @@ def tree_gemm(
         b_layout=b_layout,
         has_bias=bias is not None,
         device_type=a.device.type,
-        capability=_capability(a.device),
+        capability=capability(a.device),
     )
     return choose(call, provider, a.device).run(a, b, units=units, out_dtype=out_dtype, bias=bias)
 
@@ -184,7 +184,8 @@ def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA compute capability of a device, as ``GemmCall`` takes it; None for another kind of device."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
