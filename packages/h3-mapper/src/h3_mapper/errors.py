@@ -168,7 +168,7 @@ class PlanError(MapperError):
 
 
 def listed(names: Iterable[str], limit: int = 6) -> str:
-    """Sorted names for a message, cut after `limit` with the number left out."""
-    ordered = sorted(names)
+    """Sorted names for a message, cut after `limit` with the number left out; control characters escaped."""
+    ordered = [name if name.isprintable() else ascii(name) for name in sorted(names)]
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
