@@ -29,6 +29,10 @@ from h3_kernels.testing import interleaved_bench
 from h3_kernels.triton import attention_backward
 from torch import Tensor
 
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import records  # noqa: E402
+
 HIDDEN, HEADS, DIM, FFN, TABLE_ROWS, EPS = 5376, 56, 128, 14336, 6, nodes_peers.EPS
 
 
@@ -47,6 +51,10 @@ class Problem:
     def run(self) -> tuple[Tensor, ...]:
         """Outputs and what is kept."""
         return self.op._run(self.tensors, self.settings)
+
+    def through_autograd(self, *tensors: Tensor) -> Any:
+        """The node as a function of the stock expression's tensors."""
+        return self.op(*tensors, *self.tensors[len(tensors) :], **self.settings)
 
     def backward(self, grads: tuple[Tensor, ...], kept: tuple[Tensor, ...]) -> Any:
         """Gradients of the activations; weights and tables are frozen, as under LoRA."""
@@ -133,7 +141,8 @@ def row_nodes(rows: int, rounds: int) -> Iterator[dict[str, Any]]:
         result = p.run()
         outs, kept = result[: p.op.outputs], result[p.op.outputs :]
         grads = tuple(random(*o.shape) for o in outs)
-        exact = p.diffusers(*(t.double() if t.is_floating_point() else t for t in p.peer_tensors))
+        wide = tuple(t.double() if t.is_floating_point() else t for t in p.peer_tensors)
+        exact = p.diffusers(*wide)
         variants: dict[str, Callable[[], object]] = {
             "ours": p.run,
             "diffusers": lambda p=p: p.diffusers(*p.peer_tensors),
@@ -144,29 +153,37 @@ def row_nodes(rows: int, rounds: int) -> Iterator[dict[str, Any]]:
             variants["vllm_omni"] = lambda p=p, f=fused[name]: f(*p.peer_tensors)
             errors["vllm_omni"] = error(fused[name](*p.peer_tensors), exact)
         yield record(name, "forward", rows, time_cell(variants, rounds), errors)
-        exact = step(p.diffusers, tuple(t.double() if t.is_floating_point() else t for t in p.peer_tensors), rows,
-                     tuple(g.double() for g in grads))  # fmt: skip
-        exact = tuple(g for g in exact if g is not None)
-        ours = tuple(g for g in p.backward(grads, kept) if g is not None)
-        theirs = tuple(g for g in step(p.diffusers, p.peer_tensors, rows, grads) if g is not None)
-        variants = {
-            "ours": lambda p=p, g=grads, k=kept: p.backward(g, k),
-            "copy": copy_of(p.backward_bytes),
-            "diffusers_forward_and_backward": lambda p=p, g=grads: step(p.diffusers, p.peer_tensors, rows, g),
+
+        exact = gradients(step(p.diffusers, wide, rows, tuple(g.double() for g in grads)))
+        errors = {
+            "ours": error(gradients(p.backward(grads, kept)), exact),
+            "diffusers": error(gradients(step(p.diffusers, p.peer_tensors, rows, grads)), exact),
         }
-        errors = {"ours": error(ours, exact), "diffusers": error(theirs, exact)}
-        yield record(name, "backward", rows, time_cell(variants, rounds), errors)
+        alone = {"ours": lambda p=p, g=grads, k=kept: p.backward(g, k), "copy": copy_of(p.backward_bytes)}
+        yield record(name, "backward", rows, time_cell(alone, rounds), errors)
+
+        both = {
+            "ours": lambda p=p, g=grads: step(p.through_autograd, p.peer_tensors, rows, g),
+            "diffusers": lambda p=p, g=grads: step(p.diffusers, p.peer_tensors, rows, g),
+            "copy": copy_of(p.forward_bytes + p.backward_bytes),
+        }
+        yield record(name, "forward and backward", rows, time_cell(both, rounds), {})
+
+
+def gradients(found: Any) -> tuple[Tensor, ...]:
+    """The gradients there are: a weight or table that is frozen has none."""
+    return tuple(g for g in found if g is not None)
 
 
 def record(
     node: str, direction: str, rows: int, times: dict[str, float], errors: dict[str, float], **more: Any
 ) -> dict[str, Any]:
-    ours = times.pop("ours")
-    copy = times.pop("copy", None)
-    entry = {"node": node, "direction": direction, "rows": rows, "ours_us": ours, "peers_us": times}
-    if copy is not None:
-        entry |= {"copy_us": copy, "copy_over_ours": round(copy / ours, 3)}
-    return entry | {"ratio": {n: round(ours / t, 3) for n, t in times.items()}, "error_fp64": errors, **more}
+    peers = {name: us for name, us in times.items() if name not in ("ours", "copy")}
+    entry: dict[str, Any] = {"node": node, "direction": direction, "rows": rows, "ours_us": times["ours"]}
+    entry |= {"peers_us": peers, "ratio": {name: round(times["ours"] / us, 3) for name, us in peers.items()}}
+    if "copy" in times:
+        entry |= {"copy_us": times["copy"], "copy_over_ours": round(times["copy"] / times["ours"], 3)}
+    return entry | {"error_fp64": errors} | more
 
 
 def attention(rows: int, rounds: int) -> Iterator[dict[str, Any]]:
@@ -268,24 +285,11 @@ def stock_backwards(
     return {"stock flash": flash, "stock flash deterministic": deterministic, "stock cuDNN": cudnn}
 
 
-def environment() -> dict[str, Any]:
-    import triton
-
-    return {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "hidden": HIDDEN, "heads": HEADS, "head_dim": DIM, "ffn": FFN, "table_rows": TABLE_ROWS,
-    }  # fmt: skip
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "nodes_h200.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/nodes_h200.json")
     parser.add_argument("--rows", type=int, nargs="+", default=[70, 925, 8349])
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
@@ -295,11 +299,10 @@ def main() -> None:
     for rows in arguments.rows:
         for cell in (*row_nodes(rows, arguments.rounds), *attention(rows, arguments.rounds)):
             cells.append(cell)
-            shown = {k: v for k, v in cell.items() if k != "error_fp64"}
-            print(json.dumps(shown), file=sys.stderr, flush=True)
-            arguments.out.write_text(
-                json.dumps({"environment": environment(), "cells": cells}, indent=1) + "\n"
+            print(
+                json.dumps({k: v for k, v in cell.items() if k != "error_fp64"}), file=sys.stderr, flush=True
             )
+            records.write(arguments.out, cells)
 
 
 if __name__ == "__main__":
