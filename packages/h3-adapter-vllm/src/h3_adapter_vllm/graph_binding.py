@@ -24,7 +24,7 @@ from h3_adapter_vllm.errors import BoundModelError
 from h3_adapter_vllm.graph_call import attention_provider, check_call, masked
 from h3_adapter_vllm.lora import active_slices, lora_style
 from h3_adapter_vllm.report import bound_linear
-from h3_adapter_vllm.settings import Ran, Settings, eager
+from h3_adapter_vllm.settings import Ran, Settings, eager, plain
 from h3_adapter_vllm.survey import Site, find_sites
 
 Outputs = tuple[Tensor, ...]
@@ -195,8 +195,7 @@ class LiveTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         owner, leaf = self._owners[name]
-        tensor: Tensor = getattr(owner, leaf)
-        return tensor
+        return plain(getattr(owner, leaf))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from h3_adapter_vllm.bindings import LinearRule, Style
 from h3_adapter_vllm.lora import ENGINE_APPLY, active_slices, lora_style
-from h3_adapter_vllm.settings import Ran, Settings, eager
+from h3_adapter_vllm.settings import Ran, Settings, eager, plain
 
 
 class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no type stubs
@@ -93,11 +93,12 @@ class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no typ
 
     def _contract(self, layer: Any, x: Tensor) -> Tensor:
         s, bias = self.settings, None if layer.skip_bias_add else layer.bias
+        weight = plain(layer.weight)
         if self.rule.style is Style.COLUMN:
-            return projection(x, layer.weight, bias, provider=s.provider)
+            return projection(x, weight, bias, provider=s.provider)
         return row_parallel(
             x,
-            layer.weight,
+            weight,
             bias,
             contract=s.contract,
             tp=s.tp,

@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from h3_kernels.collectives import Collective
 from h3_kernels.modes import Mode
+from torch import Tensor
 
 from h3_adapter_vllm.bindings import Scope
 
@@ -20,6 +21,14 @@ def eager(method: Callable[P, R]) -> Callable[P, R]:
     """Keep ``method`` out of torch.compile graphs, with its signature."""
     kept: Callable[P, R] = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
     return kept
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """The same tensor without vLLM's parameter class.
+
+    That class intercepts every attribute that is read: a contract call on it took 54 us of host time instead of 28.
+    """
+    return parameter.as_subclass(Tensor)
 
 
 @dataclass(slots=True)
