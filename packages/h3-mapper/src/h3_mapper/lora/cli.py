@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from h3_mapper.errors import ConfigError
 from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
-from h3_mapper.outcome import Command, Outcome
+from h3_mapper.outcome import Command, Outcome, argument
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
@@ -19,31 +19,27 @@ if TYPE_CHECKING:
     from h3_mapper.lora.read import Statement
 
 
-def _argument(*flags: str, **keywords: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    return flags, keywords
-
-
 def _alpha(text: str) -> float | str:
     return text if text == "rank" else float(text)
 
 
-_ADAPTER = _argument("adapter", type=Path, metavar="LORA", help="adapter: .safetensors file or PEFT folder")
-_DESTINATION = _argument("destination", type=Path, metavar="DST")
+_ADAPTER = argument("adapter", type=Path, metavar="LORA", help="adapter: .safetensors file or PEFT folder")
+_DESTINATION = argument("destination", type=Path, metavar="DST")
 _STATED = (
-    _argument(
+    argument(
         "--from",
         dest="stated",
         choices=list(FORMATS),
         metavar="F",
         help=f"the adapter's format, which states its row order: {', '.join(FORMATS)}",
     ),
-    _argument("--qkv-rows", type=QkvRows, choices=list(QkvRows), help="row order of a fused q/k/v"),
-    _argument("--fc1-rows", type=Fc1Rows, choices=list(Fc1Rows), help="order of a fused fc1's halves"),
-    _argument("--alpha", type=_alpha, metavar="N", help="overrule the recorded alpha; 'rank' is scale 1"),
-    _argument("--component", metavar="C", help="transformer or transformer_ref, if names hold both"),
-    _argument("--adapter-name", metavar="NAME", help="PEFT adapter name, if the file holds several"),
+    argument("--qkv-rows", type=QkvRows, choices=list(QkvRows), help="row order of a fused q/k/v"),
+    argument("--fc1-rows", type=Fc1Rows, choices=list(Fc1Rows), help="order of a fused fc1's halves"),
+    argument("--alpha", type=_alpha, metavar="N", help="overrule the recorded alpha; 'rank' is scale 1"),
+    argument("--component", metavar="C", help="transformer or transformer_ref, if names hold both"),
+    argument("--adapter-name", metavar="NAME", help="PEFT adapter name, if the file holds several"),
 )
-_CONFIG = _argument(
+_CONFIG = argument(
     "--config", type=Path, metavar="F", help="config.json of the model (default: the release's sizes)"
 )
 
@@ -144,10 +140,10 @@ LORA_COMMANDS = (
         (
             _ADAPTER,
             _DESTINATION,
-            _argument("--to", choices=list(FORMATS), required=True, metavar="F", help="format to write"),
+            argument("--to", choices=list(FORMATS), required=True, metavar="F", help="format to write"),
             *_STATED,
             _CONFIG,
-            _argument(
+            argument(
                 "--round-scales",
                 action="store_true",
                 help="allow B to be rounded where one scale must serve all",
@@ -159,15 +155,15 @@ LORA_COMMANDS = (
         "write base + adapter as the new folder DST, in the base's layout",
         _merge,
         (
-            _argument("base", type=Path, metavar="BASE", help="bf16 transformer: folder, file or index"),
+            argument("base", type=Path, metavar="BASE", help="bf16 transformer: folder, file or index"),
             _ADAPTER,
             _DESTINATION,
-            _argument(
+            argument(
                 "--base-from", type=Layout, choices=list(Layout), metavar="L", help="layout of a native base"
             ),
             *_STATED,
-            _argument("--strength", type=float, default=1.0, metavar="S", help="factor on the whole adapter"),
-            _argument("--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB ..."),
+            argument("--strength", type=float, default=1.0, metavar="S", help="factor on the whole adapter"),
+            argument("--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB ..."),
         ),
     ),
 )
