@@ -130,7 +130,26 @@ class Handle:
                 "torch.autocast is on around the model: it would round tensors at places the contracts do not name;"
                 " load the checkpoint's own dtypes (bf16, twelve tensors fp32) and call the model without autocast"
             )
+        if self.mode is Mode.STRICT:
+            self._refuse_context_parallel()
         self._binding.bind()
+
+    def _refuse_context_parallel(self) -> None:
+        """Diffusers' own: each rank runs some rows. The forward keeps its bits; a weight's gradient would
+        not."""
+        config = getattr(self._model, "_parallel_config", None)
+        if getattr(config, "context_parallel_config", None) is None:
+            return
+        if self.settings.scope is Scope.MODEL:
+            raise BoundModelError(
+                "Diffusers' context parallelism hooks modules that scope='model' does not call; install with"
+                " scope='projections'"
+            )
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters()):
+            raise BoundModelError(
+                "under context parallelism each rank's weight gradients cover its own rows, and whatever adds them up"
+                " keeps no order: run it without gradients, or train without it"
+            )
 
     def __enter__(self) -> Self:
         return self
