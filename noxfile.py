@@ -56,8 +56,8 @@ def typecheck(session: nox.Session) -> None:
 @nox.session(python=list(PYTHONS))
 @nox.parametrize("package", PACKAGES)
 def tests(session: nox.Session, package: str) -> None:
-    """One package's CPU tests on one Python. h3-mapper's run without torch, as its users may."""
-    prepare(session, "sync", *(() if package == "h3-mapper" else ("engines",)))
+    """One package's CPU tests on one Python, the real engines' apart (session `oracles`)."""
+    prepare(session, "sync", "engines")
     session.run(
         "pytest", "-q", "-m", CPU_TESTS, f"packages/{package}", *session.posargs, env={"OMP_NUM_THREADS": "1"}
     )
@@ -75,7 +75,7 @@ def oracles(session: nox.Session) -> None:
 @nox.session(python="3.11")
 def fuzz(session: nox.Session) -> None:
     """Hypothesis and the checkpoint fuzzers with many more examples than the test run's."""
-    prepare(session, "sync")
+    prepare(session, "sync", "engines")
     session.run("pytest", "-q", "-m", CPU_TESTS, "packages/h3-mapper", env={"HYPOTHESIS_PROFILE": "fuzz"})
 
 
