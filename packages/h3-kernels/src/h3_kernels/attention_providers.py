@@ -67,7 +67,10 @@ class AttentionProvider(Protocol):
 
 
 class Fa3:
-    """FlashAttention 3 (the `fa3-fwd` wheel, vLLM-Omni's own default on Hopper), one split, varlen."""
+    """FlashAttention 3 (the `fa3-fwd` wheel, vLLM-Omni's own default on Hopper), one split, varlen.
+
+    Padding behind a document must be finite: an infinity or NaN there reaches the document's last rows (measured).
+    """
 
     name = "fa3"
 
@@ -137,13 +140,15 @@ class TritonAttention:
         return out, lse
 
 
-_PROVIDERS: tuple[AttentionProvider, ...] = (Fa3(), AtenFlash(), TritonAttention())
-"""In the order `choose` asks them."""
+_PROVIDERS: dict[str, AttentionProvider] = {p.name: p for p in (Fa3(), AtenFlash(), TritonAttention())}
+
+_FASTEST_FIRST: dict[tuple[int, int] | None, tuple[str, ...]] = {(9, 0): ("fa3", "triton", "aten-flash")}
+"""Order of asking by compute capability, where it was measured; elsewhere as registered."""
 
 
-def registered() -> tuple[AttentionProvider, ...]:
-    """The providers in the order `choose` asks them."""
-    return _PROVIDERS
+def registered(capability: tuple[int, int] | None = None) -> tuple[AttentionProvider, ...]:
+    """The providers in the order `choose` asks them on a device of `capability`."""
+    return tuple(_PROVIDERS[name] for name in _FASTEST_FIRST.get(capability, tuple(_PROVIDERS)))
 
 
 def choose(call: AttentionCall, wanted: str, device: torch.device) -> AttentionProvider:
@@ -159,11 +164,10 @@ def choose(call: AttentionCall, wanted: str, device: torch.device) -> AttentionP
 
 @functools.lru_cache(maxsize=256)
 def _chosen(call: AttentionCall, wanted: str, device: torch.device) -> AttentionProvider:
-    names = [p.name for p in _PROVIDERS]
-    if wanted not in ("auto", *names):
-        raise ProviderError(f"attention: no provider is called {wanted!r}; there are {', '.join(names)}")
+    if wanted not in ("auto", *_PROVIDERS):
+        raise ProviderError(f"attention: no provider is called {wanted!r}; there are {', '.join(_PROVIDERS)}")
     trace = []
-    for provider in _PROVIDERS:
+    for provider in registered(call.capability):
         if wanted not in ("auto", provider.name):
             continue
         reason = provider.refuses(call)
