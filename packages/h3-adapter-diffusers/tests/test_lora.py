@@ -8,6 +8,7 @@ from h3_adapter_diffusers.lora_gate import lora_gate
 from h3_adapter_diffusers.testing.packings import fl2va
 from h3_adapter_diffusers.testing.tiny import build, velocities
 from h3_adapter_diffusers.training import velocity
+from h3_kernels.binding import Bound
 from h3_kernels.lora import ColumnStyle, RowStyle, lora_linear
 from peft import LoHaConfig, LoraConfig
 
@@ -47,6 +48,21 @@ def test_wrapped_before_or_after_the_install_gives_the_same_bits(scope):
     assert same(bits(*velocities(before, request)), bits(*velocities(after, request)))
     assert not same(plain, bits(*velocities(after, request)))
     assert not handle.report().refused()
+
+
+def test_the_report_names_linear_and_term_of_a_wrapped_node():
+    model = add_lora(build())
+    handle = install_h3_training(model, scope="model")
+    velocities(model, fl2va())
+    report = handle.report()
+    for node in (
+        "blocks.0.attn.qkv_proj",
+        "blocks.0.attn.qkv_proj.lora",
+        "token_refiner.blocks.1.mlp.fc2.lora",
+    ):
+        assert isinstance(report[node], Bound), node
+    assert report["blocks.0.attn.qkv_proj"].provider == "reference"
+    assert len(report.bound()) == 69 + 4 * 4
 
 
 def test_the_term_around_a_row_parallel_linear_shrinks_by_the_unit_tree():

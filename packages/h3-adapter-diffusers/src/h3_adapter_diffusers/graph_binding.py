@@ -8,9 +8,8 @@ so FSDP2 gathers their parameters and Diffusers' gradient checkpointing wraps th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -37,13 +36,11 @@ from h3_adapter_diffusers import provider_ops
 from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.graph_lora import lora_replacements
-from h3_adapter_diffusers.linear_binding import fused_flags, restore
-from h3_adapter_diffusers.method import Settings
+from h3_adapter_diffusers.linear_binding import bound, fused_flags, gemm_call, restore
+from h3_adapter_diffusers.method import Ran, Settings
+from h3_adapter_diffusers.overlays import Outputs, Replacement, audited, diffusers_arithmetic, expand
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
 from h3_adapter_diffusers.weights import base_state, native_names, weights_view
-
-Outputs = tuple[Tensor, ...]
-Replacement = Callable[..., Outputs]
 
 _STAGES = {"token_refiner.refiner_blocks": "token_refiner.blocks", "transformer_blocks": "blocks"}
 
@@ -64,7 +61,7 @@ class GraphBinding:
         sites = find_sites(model)
         config: Any = model.config
         self._dit = PackedDiT(DiTConfig.from_mapping(dict(config)))
-        self._overlay, unmatched = _expand(overlay, self._dit.nodes)
+        self._overlay, unmatched = expand(overlay, self._dit.nodes)
         reasons = obstacles(model, sites, contract=settings.contract, tp=settings.tp)
         reasons += wrapper_obstacles(sites) if settings.mode is Mode.STRICT else []
         reasons += [f"overlay {pattern!r} names no node of the graph" for pattern in unmatched]
@@ -118,10 +115,13 @@ class GraphBinding:
             return External(
                 f"{'Diffusers' if given is None else replacement_name(given)}, kept by the overlay"
             )
-        actual = self._record.actual.get(node.name)
-        if actual is None:
+        ran = self._record.ran.get(node.name)
+        if ran is None:
             return Refused("has not run since the install: run a forward first")
-        return Bound(contract, actual.partition(" by ")[2] or "the linear's")
+        if node.name in self._record.tuned:  # the trace names the LoRA term there, not what serves the linear
+            call = gemm_call(self._linears[node.name][0], self._settings, ran)
+            return bound(contract, call, ran.device, self._settings.provider)
+        return Bound(contract, self._record.actual[node.name].partition(" by ")[2])
 
     def audit(self) -> list[AuditRow]:
         """What audit mode has seen, per node that computes something."""
@@ -215,10 +215,13 @@ class GraphBinding:
             if self._overlay or self._auditors
             else {},
         )
-        chosen = {name: given or _provider(context, node) for name, (node, given) in self._overlay.items()}
+        chosen = {
+            name: given or diffusers_arithmetic(context, node)
+            for name, (node, given) in self._overlay.items()
+        }
         for node in self._dit.nodes:
             if node.name in self._auditors and node.op in provider_ops.OPERATIONS:
-                chosen[node.name] = _audited(_provider(context, node), self._auditors[node.name])
+                chosen[node.name] = audited(diffusers_arithmetic(context, node), self._auditors[node.name])
         if self._settings.mode is Mode.STRICT:
             terms = lora_replacements(self._linears, self._settings, inputs, chosen)
             self._record.tuned = set(terms)
@@ -232,16 +235,19 @@ class _Record:
 
     def __init__(self) -> None:
         self.actual: dict[str, str] = {}
+        self.ran: dict[str, Ran] = {}
         self.tuned: set[str] = set()
         self.watcher: Tracer | None = None
 
     def begin(self, inputs: PackedInputs) -> None:
-        self.actual = {}
+        self.actual, self.ran = {}, {}
         if self.watcher is not None:
             self.watcher.begin(inputs)
 
     def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
         self.actual[node.name] = actual
+        first = next(iter(outputs.values()))
+        self.ran[node.name] = Ran(0, first.shape[0], first.device, k_contiguous=True)
         if self.watcher is not None:
             self.watcher.record(node, requested, actual, outputs)
 
@@ -264,37 +270,3 @@ def _blocks(model: Any) -> Iterator[tuple[str, nn.Module]]:
     for name in BLOCK_LISTS:
         for index, block in enumerate(model.get_submodule(name)):
             yield f"{name}.{index}", block
-
-
-def _expand(
-    overlay: Mapping[str, Replacement | None], nodes: tuple[Node, ...]
-) -> tuple[dict[str, tuple[Node, Replacement | None]], list[str]]:
-    """Patterns to nodes; nodes that only copy have nothing to keep. Also the patterns that name no node."""
-    found: dict[str, tuple[Node, Replacement | None]] = {}
-    unmatched = []
-    for pattern, given in overlay.items():
-        matches = [n for n in nodes if fnmatchcase(n.name, pattern)]
-        found |= {n.name: (n, given) for n in matches if given is not None or n.op in provider_ops.OPERATIONS}
-        unmatched += [] if matches else [pattern]
-    return found, unmatched
-
-
-def _provider(context: provider_ops.Context, node: Node) -> Replacement:
-    operation = provider_ops.OPERATIONS[node.op]
-
-    def diffusers(strict: Replacement, *inputs: Tensor) -> Outputs:
-        return operation(context, node, *inputs)
-
-    return diffusers
-
-
-def _audited(provider: Replacement, auditor: Auditor) -> Replacement:
-    def audited(strict: Replacement, *inputs: Tensor) -> Outputs:
-        outputs = provider(strict, *inputs)
-        with torch.no_grad():
-            for ours, theirs in zip(strict(*(t.detach() for t in inputs)), outputs, strict=True):
-                rows = torch.arange(theirs.shape[0], device=theirs.device)
-                auditor.compare(theirs.detach().flatten(1), ours.flatten(1), rows)
-        return outputs
-
-    return audited

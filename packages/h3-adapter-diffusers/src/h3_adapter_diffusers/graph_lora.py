@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,10 +13,8 @@ from torch import Tensor
 from h3_adapter_diffusers.bindings import QKV
 from h3_adapter_diffusers.lora import LoraTerm, active_terms, add_term, base_of, is_wrapper
 from h3_adapter_diffusers.method import Settings
+from h3_adapter_diffusers.overlays import Outputs, Replacement
 from h3_adapter_diffusers.survey import Site
-
-Outputs = tuple[Tensor, ...]
-Replacement = Callable[..., Outputs]
 
 
 def lora_replacements(

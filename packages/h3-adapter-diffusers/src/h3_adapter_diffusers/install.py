@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from h3_adapter_diffusers.bindings import Scope
 from h3_adapter_diffusers.errors import BoundModelError, InstallError, RemoveError
-from h3_adapter_diffusers.graph_binding import GraphBinding, Replacement
+from h3_adapter_diffusers.graph_binding import GraphBinding
 from h3_adapter_diffusers.linear_binding import LinearBinding
 from h3_adapter_diffusers.method import Clock, KeyRing, Settings
+from h3_adapter_diffusers.overlays import Replacement
 from h3_adapter_diffusers.report import linear_report, title
 from h3_adapter_diffusers.tensor_parallel import TensorParallel
 

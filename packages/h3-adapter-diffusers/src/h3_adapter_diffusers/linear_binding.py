@@ -149,7 +149,7 @@ class LinearBinding:
         if forward.auditor is not None:
             row = forward.auditor.row(site.name)
             return External(f"torch linear; {row.differing} of {row.compared} values differ from {contract}")
-        return bound(contract, _gemm_call(site, s, forward.ran), forward.ran.device, s.provider)
+        return bound(contract, gemm_call(site, s, forward.ran), forward.ran.device, s.provider)
 
     def _lora(self, site: Site) -> Binding | None:
         if not is_wrapper(site.module):
@@ -185,7 +185,7 @@ def bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> B
     return Bound(contract, provider.name, provider.probe(call, device))
 
 
-def _gemm_call(site: Site, s: Settings, ran: Ran) -> GemmCall:
+def gemm_call(site: Site, s: Settings, ran: Ran) -> GemmCall:
     """The GEMM a bound linear asks its providers for in the forward, on this rank."""
     linear: Any = site.linear
     tp = 1 if site.rule.boundary else s.tp
