@@ -16,10 +16,11 @@ from h3_mapper.errors import (
     QuantisedVariantError,
 )
 from h3_mapper.gguf import read_gguf
-from h3_mapper.plan import plan, spans, tensors
+from h3_mapper.plan import atoms, plan, spans, tensors
 from h3_mapper.safetensors_io import DTYPE_BITS, Entry, encode_header, read_header
 from h3_mapper.source import LAYOUT_KEY, open_source
 from h3_mapper.spec import Layout
+from h3_mapper.tp import cut_axis, cut_range, shard_spans
 from h3_mapper.variant_files import convert_variant, judge
 from h3_mapper.variants import ATTACHED, VARIANTS
 from mapper_testkit import TINY
@@ -106,7 +107,7 @@ def quantised(layout=Layout.MODULE, dtype="I8", scale="row", content=CONVROT, se
         rows, columns = values[name].shape
         values[name] = random(rng, dtype, (rows, columns))
         parts = len({span.atom for span in held[name]})
-        shape = {"row": (rows, 1), "tensor": (), "part": (1, parts), "block": (rows // 16, 1)}[scale]
+        shape = {"row": (rows, 1), "tensor": (), "part": (1, parts), "block": (rows // 8, 1)}[scale]
         values[f"{module}.weight_scale"] = floats(rng.random(int(np.prod(shape))), shape)
         if content is not None:
             values[f"{module}.comfy_quant"] = blob(content)
@@ -253,6 +254,52 @@ def test_gates_move_with_a_quantised_model(tmp_path):
     assert found.variant.name == "full+vsa+int8_tensorwise convrot 16"
     gate = load(one_file(tmp_path / "out"))["transformer_blocks.1.attn.to_gate_compress.weight"]
     assert gate == values["blocks.1.attn.to_gate_compress.weight"]
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor", "part", "block"])
+def test_shards_of_a_quantised_file_are_cut_with_their_scales(tmp_path, scale):
+    """H25 (LightX2V #1453): per part by rows, out_proj and fc2 by columns; single values are on every rank."""
+    content = CONVROT | {"convrot_groupsize": 8}
+    values = quantised(Layout.RELEASE, scale=scale, content=content)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save(folder / "model.safetensors", values, {LAYOUT_KEY: "release"})
+    convert_variant(folder, tmp_path / "ranks", Layout.MODULE, tp=2)
+    whole = dequantised(values, Layout.RELEASE)
+    for rank in range(2):
+        shards = load(one_file(tmp_path / "ranks" / f"rank-{rank}-of-2"))
+        known = {atom.name: atom for atom in atoms(TINY)}
+        for name, held in shard_spans(TINY, Layout.MODULE, 2, rank).items():
+            module = name.removesuffix(".weight")
+            if f"{module}.weight_scale" not in shards:
+                continue
+            q = np.frombuffer(shards[name].data, np.int8).reshape(shards[name].shape).astype("f8")
+            factor = np.frombuffer(shards[f"{module}.weight_scale"].data, np.float32).astype("f8")
+            if len(factor) == len({span.atom for span in held}) and len(factor) > 1 and scale == "part":
+                factor = np.repeat(factor, len(q) // len(factor))
+            each = np.repeat(factor, len(q) // len(factor))[:, None] if len(factor) > 1 else factor
+            assert shards[f"{module}.comfy_quant"] == blob(content)
+            for span in held:
+                full = whole[span.atom][span.start : span.stop]
+                low, high = (
+                    cut_range(known[span.atom], 2, rank) if cut_axis(known[span.atom]) == 1 else (None, None)
+                )
+                rows = slice(span.row, span.row + span.stop - span.start)
+                np.testing.assert_array_equal((q * each)[rows], full[:, low:high], err_msg=span.atom)
+        bias = "blocks.0.adaln_proj.linear.bias"
+        assert shards[bias].data == values[bias].data[rank * TINY.adaln_dim : (rank + 1) * TINY.adaln_dim]
+
+
+def test_shards_through_convrot_groups_are_refused(tmp_path):
+    values = quantised()  # groups of 16; fc2 has 40 columns a rank
+    folder = tmp_path / "source"
+    folder.mkdir()
+    save(folder / "model.safetensors", values, {LAYOUT_KEY: "module"})
+    arguments = ["convert", str(folder), str(tmp_path / "out"), "--to", "module", "--variant", "--tp", "2"]
+    assert main(arguments) == 2
+    with pytest.raises(QuantisedVariantError, match=r"fc2\.weight: columns 0:40 .*ConvRot groups of 16"):
+        convert_variant(folder, tmp_path / "out", Layout.MODULE, tp=2)
+    assert not (tmp_path / "out").exists()
 
 
 # --- refusing --------------------------------------------------------------------------------------------

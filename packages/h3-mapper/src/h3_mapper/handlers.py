@@ -94,7 +94,7 @@ def run_convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     """`convert`, with its --tp and --variant forms."""
     from h3_mapper.convert import convert
 
-    if args.tp is not None:
+    if args.tp is not None and not args.variant:
         return _convert_shards(args, progress)
     if args.variant:
         return _convert_variant(args, progress)
@@ -159,6 +159,7 @@ def _convert_variant(args: argparse.Namespace, progress: Progress | None) -> Out
         args.destination,
         args.to,
         stated=args.stated,
+        tp=args.tp,
         max_shard_size=args.max_shard_size,
         threads=_threads(args),
         progress=progress,

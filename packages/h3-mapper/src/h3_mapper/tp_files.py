@@ -125,7 +125,7 @@ def convert_shards(
     with staging(destination) as folder, opened(found.component) as component:
         for sharded, outs in zip(ranks, files, strict=True):
             names.append(f"rank-{sharded.rank}-of-{tp}")
-            meter = _offset(progress, done, total)
+            meter = offset_progress(progress, done, total)
             _write(folder / names[-1], found, OpenShard(sharded, component), outs, digest, threads, meter)
             done += sharded.nbytes
     return ShardedConversion(destination, tuple(destination / name for name in names), total)
@@ -163,6 +163,6 @@ def _write(
         read_back(folder / file.name, file)
 
 
-def _offset(progress: Progress | None, before: int, total: int) -> Progress | None:
+def offset_progress(progress: Progress | None, before: int, total: int) -> Progress | None:
     """Progress of one rank, reported against all ranks."""
     return None if progress is None else lambda done, _: progress(before + done, total)

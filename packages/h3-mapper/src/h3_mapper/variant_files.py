@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,11 @@ from h3_mapper.identify import seen
 from h3_mapper.output import check_destination, staging, write_text
 from h3_mapper.pieces import OpenComponent, opened
 from h3_mapper.readback import read_back
-from h3_mapper.shards import DIFFUSERS_STEM, NATIVE_STEM, index_json, out_files, parse_size
+from h3_mapper.shards import DIFFUSERS_STEM, NATIVE_STEM, OutFile, index_json, out_files, parse_size
 from h3_mapper.source import LAYOUT_KEY, Component, open_source
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Piece, Progress
+from h3_mapper.tp_files import RANK_KEY, TP_KEY, offset_progress
 from h3_mapper.variant_plan import OutTensor, variant_plan
 from h3_mapper.variants import Variant
 from h3_mapper.wrappers import PARTITIONS, unwrap
@@ -127,14 +128,16 @@ def convert_variant(
     to: Layout,
     *,
     stated: Layout | None = None,
+    tp: int | None = None,
     max_shard_size: str | int = "5GB",
     threads: int = DEFAULT_THREADS,
     progress: Progress | None = None,
 ) -> tuple[Judged, int]:
     """Write a pruned or quantised checkpoint in layout `to`; scales and blobs go where their rows go.
 
-    Returns what it was, and the bytes of tensor data. Raises QuantisedVariantError or PrunedVariantError with the
-    layer and the reason where that cannot be done, and as `convert`; `destination` is complete or absent.
+    tp: write one folder `rank-R-of-N` for each rank. Returns what the source was, and the bytes of tensor data written.
+    Raises QuantisedVariantError or PrunedVariantError with the layer and the reason where that cannot be done, and as
+    `convert`; `destination` is complete or absent.
     """
     components = open_source(source)
     if len(components) != 1:
@@ -146,30 +149,52 @@ def convert_variant(
             f"{source}: native names with no stated row order; say --from release (per head) or --from module "
             "(all q, all k, all v: Comfy files)"
         )
-    items = variant_plan(found.seen, found.variant, found.layout, to)
-    stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
-    files = out_files(items, stem, parse_size(max_shard_size), _metadata(component, items, to))
-    check_destination(destination, source, sum(file.size for file in files))
-    by_name = {item.name: item for item in items}
+    count = 1 if tp is None else tp
+    ranks = [variant_plan(found.seen, found.variant, found.layout, to, count, rank) for rank in range(count)]
+    total = sum(item.nbytes for items in ranks for item in items)
+    check_destination(destination, source, total)
     with staging(destination) as out, opened(component) as reader:
-        literal = {item.name: _literal(item, found, reader) for item in items if not item.rows}
-        write_files(
-            out,
-            files,
-            lambda name: _pieces(by_name[name], found, reader),
-            literal,
-            Digest.NONE,
-            threads,
-            progress,
-        )
-        if len(files) > 1:
-            write_text(out / f"{stem}.safetensors.index.json", index_json(files))
-        if component.config is not None and found.variant.config is not None:
-            settings = found.variant.config.to_json(native=to.native, original=component.config)
-            write_text(out / "config.json", json.dumps(settings, indent=2) + "\n")
-        for file in files:
-            read_back(out / file.name, file)
-    return found, sum(item.nbytes for item in items)
+        done = 0
+        for rank, items in enumerate(ranks):
+            shards = {} if tp is None else {TP_KEY: str(tp), RANK_KEY: str(rank)}
+            into = out if tp is None else out / f"rank-{rank}-of-{tp}"
+            into.mkdir(exist_ok=True)
+            metadata = _metadata(component, items, to) | shards
+            stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
+            files = out_files(items, stem, parse_size(max_shard_size), metadata)
+            _write(into, items, files, found, reader, threads, offset_progress(progress, done, total))
+            _write_config(into, found, to)
+            if len(files) > 1:
+                write_text(into / f"{stem}.safetensors.index.json", index_json(files))
+            done += sum(item.nbytes for item in items)
+    return found, total
+
+
+def _write(
+    folder: Path,
+    items: tuple[OutTensor, ...],
+    files: tuple[OutFile, ...],
+    found: Judged,
+    reader: OpenComponent,
+    threads: int,
+    progress: Progress | None,
+) -> None:
+    by_name = {item.name: item for item in items}
+    literal = {item.name: _literal(item, found, reader) for item in items if not item.rows}
+
+    def pieces(name: str) -> tuple[Piece, ...]:
+        return tuple(_pieces(by_name[name], found, reader))
+
+    write_files(folder, files, pieces, literal, Digest.NONE, threads, progress)
+    for file in files:
+        read_back(folder / file.name, file)
+
+
+def _write_config(folder: Path, found: Judged, to: Layout) -> None:
+    config, original = found.variant.config, found.component.config
+    if config is not None and original is not None:
+        settings = config.to_json(native=to.native, original=original)
+        write_text(folder / "config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def _literal(item: OutTensor, found: Judged, reader: OpenComponent) -> bytes:
@@ -183,19 +208,17 @@ def _literal(item: OutTensor, found: Judged, reader: OpenComponent) -> bytes:
     return next(iter(values.values()))
 
 
-def _pieces(item: OutTensor, found: Judged, reader: OpenComponent) -> tuple[Piece, ...]:
-    pieces = []
+def _pieces(item: OutTensor, found: Judged, reader: OpenComponent) -> Iterator[Piece]:
+    """The tensor's bytes: whole row ranges, or one range a row where columns are cut."""
+    size = item.nbytes // sum(rows.stop - rows.start for rows in item.rows)
     for rows in item.rows:
         fd, offset = reader.place(found.names[rows.name])
-        _, entry = found.component.tensors[found.names[rows.name]]
-        size = (entry.end - entry.begin) // _leading(entry.shape)
-        pieces.append(Piece(fd, offset + rows.start * size, (rows.stop - rows.start) * size, None))
-    return tuple(pieces)
-
-
-def _leading(shape: tuple[int, ...]) -> int:
-    """Rows of a tensor as it is moved: a [1, n] row of part scales has n."""
-    return shape[1] if len(shape) == 2 and shape[0] == 1 else shape[0]
+        if item.columns is None:
+            yield Piece(fd, offset + rows.start * size, (rows.stop - rows.start) * size, None)
+            continue
+        value = size // (item.columns[1] - item.columns[0])
+        for row in range(rows.start, rows.stop):
+            yield Piece(fd, offset + (row * item.width + item.columns[0]) * value, size, None)
 
 
 def _metadata(component: Component, items: tuple[OutTensor, ...], to: Layout) -> dict[str, str]:

@@ -12,14 +12,15 @@ from h3_mapper.errors import AlreadyConvertedError, PrunedVariantError, Quantise
 from h3_mapper.plan import plan, spans
 from h3_mapper.proof import joined
 from h3_mapper.safetensors_io import DTYPE_BITS
-from h3_mapper.spec import Layout, Rows, Target
+from h3_mapper.spec import Layout, Rows
+from h3_mapper.tp import ShardTarget, shard
 from h3_mapper.variants import ATTACHED, MARKERS, Scale, Variant
 
 
 @dataclass(frozen=True, slots=True)
 class OutTensor:
-    """One tensor to write: rows of source tensors in order (scales have rows of their own); or `data`; or the bytes
-    that all of `equal` must hold.
+    """One tensor to write: rows of source tensors in order (scales have rows of their own), `columns` of each if not
+    None; or `data`; or the bytes that all of `equal` must hold. width: columns of the source rows.
     """
 
     name: str
@@ -28,6 +29,8 @@ class OutTensor:
     rows: tuple[Rows, ...] = ()
     data: bytes | None = None
     equal: tuple[str, ...] = ()
+    columns: tuple[int, int] | None = None
+    width: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -35,19 +38,21 @@ class OutTensor:
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-def variant_plan(seen: Seen, variant: Variant, source: Layout, target: Layout) -> tuple[OutTensor, ...]:
-    """How to write every tensor of `target`. seen: bare names (no wrapper prefix) of the source.
+def variant_plan(
+    seen: Seen, variant: Variant, source: Layout, target: Layout, tp: int = 1, rank: int = 0
+) -> tuple[OutTensor, ...]:
+    """How rank `rank` of `tp` gets every tensor of `target`. seen: bare names (no wrapper prefix) of the source.
 
     Raises QuantisedVariantError naming the layer and the reason where scales cannot follow their rows, and
     PrunedVariantError where the target layout has no such variant.
     """
     if variant.rule is None or variant.config is None or variant.problems:
         raise QuantisedVariantError(f"not a sound H3 variant: {listed(variant.problems, 3)}")
-    if source is target:
+    if source is target and tp == 1:
         raise AlreadyConvertedError(f"the checkpoint is in layout {target} already")
     if target not in variant.rule.layouts:
         raise PrunedVariantError(f"a {variant.rule.name} H3 has no {target} form; {variant.rule.what}")
-    mapping = plan(variant.config, source, target)
+    mapping = shard(plan(variant.config, source, target), tp, rank)
     held = {layout: _parts(variant.config, layout) for layout in (source, target)}
     out: list[OutTensor] = []
     for item in mapping.targets:
@@ -56,7 +61,7 @@ def variant_plan(seen: Seen, variant: Variant, source: Layout, target: Layout) -
         if item.data is not None:
             out.append(OutTensor(item.name, item.shape, item.dtype, data=item.data))
             continue
-        out.append(_weight(item, seen))
+        out.append(_weight(item, seen, variant))
         out += _attached(item, seen, held[source], held[target])
     own = [name for name, _ in variant.rule.extra] + sorted(MARKERS & seen.keys())
     out += [OutTensor(name, *seen[name], equal=(name,)) for name in own]
@@ -73,18 +78,32 @@ def _parts(config: H3Config, layout: Layout) -> Mapping[str, tuple[str, ...]]:
     }
 
 
-def _weight(item: Target, seen: Seen) -> OutTensor:
+def _weight(item: ShardTarget, seen: Seen, variant: Variant) -> OutTensor:
     kinds = {seen[rows.name][1] for rows in item.rows}
     widths = {seen[rows.name][0][1:] for rows in item.rows}
     if len(kinds) > 1 or len(widths) > 1:
         raise QuantisedVariantError(
             f"{item.name}: made of {listed({r.name for r in item.rows})}, stored as {listed(kinds)}; one tensor has one"
         )
-    return OutTensor(item.name, (item.shape[0], *widths.pop()), kinds.pop(), item.rows)
+    width = widths.pop()
+    if item.columns is None:
+        return OutTensor(item.name, (item.shape[0], *width), kinds.pop(), item.rows)
+    first, stop = item.columns
+    blob = variant.quantised.get(item.rows[0].name.removesuffix(".weight"), {})
+    group = int(blob["convrot_groupsize"]) if blob.get("convrot") else 1
+    if first % group or stop % group:
+        raise QuantisedVariantError(
+            f"{item.name}: columns {first}:{stop} of a rank are no whole ConvRot groups of {group}; use a smaller tp"
+        )
+    shape = (item.shape[0], stop - first)
+    return OutTensor(item.name, shape, kinds.pop(), item.rows, columns=item.columns, width=width[0])
 
 
 def _attached(
-    item: Target, seen: Seen, source: Mapping[str, tuple[str, ...]], target: Mapping[str, tuple[str, ...]]
+    item: ShardTarget,
+    seen: Seen,
+    source: Mapping[str, tuple[str, ...]],
+    target: Mapping[str, tuple[str, ...]],
 ) -> Iterator[OutTensor]:
     if not item.name.endswith(".weight"):
         return
@@ -109,7 +128,7 @@ def _attached(
 
 def _rows_scale(
     made: str,
-    item: Target,
+    item: ShardTarget,
     ending: str,
     seen: Seen,
     source: Mapping[str, tuple[str, ...]],
@@ -132,6 +151,8 @@ def _rows_scale(
             raise QuantisedVariantError(
                 f"{scale} is {list(shape)}: not one value, nor one for each part, row or block"
             )
+        if item.columns is not None and math.prod(shape[1:]) > 1:
+            raise QuantisedVariantError(f"{scale} is {list(shape)}: blocks of columns are not cut for a rank")
         block = height // shape[0]
         if rows.start % block or rows.stop % block:
             raise QuantisedVariantError(
