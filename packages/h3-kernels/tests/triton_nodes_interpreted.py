@@ -217,6 +217,25 @@ def test_strided_rows_change_no_bit(kernels_on_cpu: Callable[[], None]) -> None:
     )
 
 
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_the_gradient_of_a_fused_projection_is_not_copied(
+    gate_first: bool, kernels_on_cpu: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from h3_kernels import nodes
+
+    fused, dy = random(6, 200).requires_grad_(), random(6, 100, seed=1)
+
+    def gradient() -> Tensor:
+        blocks = nodes.column_blocks(fused, 2)
+        gate, value = blocks if gate_first else blocks[::-1]
+        return torch.autograd.grad(nodes.swiglu(gate, value), fused, dy)[0]
+
+    expected = gradient()
+    kernels_on_cpu()
+    monkeypatch.setattr(torch, "cat", None)  # joining the halves would need it
+    assert_close(gradient(), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_row_sums_have_the_bits_of_the_cpu_tree(rows: int) -> None:
     from h3_kernels.nodes import _order

@@ -90,7 +90,9 @@ def _projection(run: Run, node: Node, x: Tensor) -> Results:
     products = _products(run, node, linear, x)
     if len(linear.outputs) == 1:
         return (gather_columns(products[0], node.width, run.settings.tp, run.settings.collective),)
-    return tuple(products[which][:, start:stop] for which, start, stop in linear.outputs)
+    width = linear.outputs[0][2] - linear.outputs[0][1]
+    blocks = [nodes.column_blocks(product, product.shape[1] // width) for product in products]
+    return tuple(blocks[which][start // width] for which, start, _ in linear.outputs)
 
 
 def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:

@@ -6,8 +6,11 @@ Every packed row is written at most once; rows that nobody writes (padding) are 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from h3_kernels.nodes._op import check
 
@@ -27,6 +30,43 @@ def scatter_rows(length: int, dtype: torch.dtype, *parts: tuple[Tensor, Tensor])
     for rows, positions in parts:
         packed.index_copy_(0, positions, rows.to(dtype))
     return packed
+
+
+def column_blocks(x: Tensor, count: int) -> tuple[Tensor, ...]:
+    """Cut [T, count * W] into ``count`` views [T, W], the outputs of one fused linear.
+
+    The gradient joins the blocks' gradients: without a copy where they lie side by side in one tensor, as
+    ``swiglu`` leaves them on CUDA. Slices would each allocate the whole width and add. Raises InputError if
+    the width does not divide.
+    """
+    check(x.dim() == 2 and x.shape[1] % count == 0, "column_blocks", f"{list(x.shape)} into {count} blocks")
+    if count == 1:
+        return (x,)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _ColumnBlocks.apply(x, count)  # type: ignore[no-untyped-call, no-any-return]
+    return x.chunk(count, dim=1)
+
+
+class _ColumnBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> tuple[Tensor, ...]:
+        return x.chunk(count, dim=1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _side_by_side(grads), None
+
+
+def _side_by_side(blocks: tuple[Tensor, ...]) -> Tensor:
+    """[T, count * W] of blocks [T, W]: the tensor they are column blocks of, or their concatenation."""
+    first, (rows, width) = blocks[0], blocks[0].shape
+    place = (first.untyped_storage().data_ptr(), first.dtype, (len(blocks) * width, 1))
+    for i, block in enumerate(blocks):
+        here = (block.untyped_storage().data_ptr(), block.dtype, block.stride())
+        if here != place or block.storage_offset() != first.storage_offset() + i * width:
+            return torch.cat(blocks, dim=1)
+    return first.as_strided((rows, len(blocks) * width), (len(blocks) * width, 1))
 
 
 def select_rows(x: Tensor, positions: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def launch_swiglu_backward(
     """Gradients of (gate, value)."""
     dy, gate, value = (columns_contiguous(x) for x in (dy, gate, value))
     rows, columns = gate.shape
-    dgate, dvalue = (torch.empty((rows, columns), dtype=x.dtype, device=x.device) for x in (gate, value))
+    dgate, dvalue = _gradients(gate, value)
     if dy.numel():
         swiglu_backward_kernel[(triton.cdiv(columns, BLOCK) * rows,)](
             dgate, dvalue, dy, gate, value,
@@ -83,3 +83,18 @@ def launch_swiglu_backward(
             COLS=columns, BLOCK=BLOCK, **OPTIONS,
         )  # fmt: skip
     return dgate if needs[0] else None, dvalue if needs[1] else None
+
+
+def _gradients(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for both gradients; side by side, in the same order, where gate and value are halves of one tensor.
+
+    `nodes.column_blocks` then takes the whole as the projection's gradient without copying.
+    """
+    rows, columns = gate.shape
+    apart = int(value.storage_offset()) - int(gate.storage_offset())
+    one = gate.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    if not one or abs(apart) != columns or gate.stride(0) != 2 * columns or value.stride(0) != 2 * columns:
+        return torch.empty_like(gate), torch.empty_like(value)
+    both = torch.empty((rows, 2 * columns), dtype=gate.dtype, device=gate.device)
+    first, second = both.chunk(2, dim=1)
+    return (first, second) if apart > 0 else (second, first)
