@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from h3_mapper import H3Config
 from h3_mapper.errors import (
     AlreadyConvertedError,
@@ -273,6 +274,25 @@ def test_a_tensor_sent_twice_and_an_impossible_target_are_refused():
         list(sync.push([("transformer.norm_out.norm.weight", values["norm_out.norm.weight"])]))
     with pytest.raises(LayoutError, match="load_weights cuts by itself"):
         WeightSync(TINY, Layout.RELEASE, tp=2)
+
+
+def test_fp32_masters_are_rounded_once_only_if_asked_and_fp32_parameters_never_come_as_bf16():
+    """UniRL #347: casting H3's fp32 tensors to bf16 is a 40% error near t = 1."""
+    name, value = "transformer_blocks.0.ff.net.0.proj.weight", torch.randn(2 * TINY.ffn_dim, TINY.hidden_size)
+    with pytest.raises(DtypeError, match="allow it with round_to_bf16"):
+        list(WeightSync(TINY).push([(name, value)]))
+    sync = WeightSync(TINY, round_to_bf16=True)
+    norm = torch.randn(TINY.hidden_size)
+    got = dict(sync.push([(name, torch.nn.Parameter(value)), ("norm_out.norm.weight", norm)]))
+    swapped = torch.cat(value.chunk(2)[::-1]).to(torch.bfloat16)
+    assert torch.equal(got["transformer.blocks.0.mlp.fc1.weight"], swapped)
+    assert torch.equal(got["transformer.final_layer.norm.weight"], norm.to(torch.bfloat16))
+    assert not any(tensor.requires_grad for tensor in got.values())
+    for lossy in (torch.zeros(TINY.hidden_size, dtype=torch.bfloat16), np.zeros(TINY.hidden_size, np.uint16)):
+        with pytest.raises(DtypeError, match="F32 and a sync does not cast"):
+            list(WeightSync(TINY, round_to_bf16=True).push([("proj_in.bias", lossy)]))
+    with pytest.raises(DtypeError):
+        list(WeightSync(TINY, round_to_bf16=True).push([("norm_out.norm.weight", norm.numpy())]))
 
 
 def test_two_partitions_have_separate_accounts_and_others_pass_through():

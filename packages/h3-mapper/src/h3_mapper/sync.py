@@ -43,9 +43,9 @@ class WeightSync:
     module's own rows. components: trainer component -> prefix of its target names ("" for none); names without a
     component belong to the only one. tp, rank: shards, for `module`. round_to_bf16: take fp32 tensors for bf16
     parameters, rounding once; otherwise a dtype that differs is an error. passthrough: first segments of names that
-    belong to other models (`text_encoder`), handed on untouched. recycle: for
-    consumers that copy each tensor before they ask for the next, as `load_weights` does: fused tensors then share one
-    buffer for each shape, which on a CPU saves the page faults that cost more than the copy.
+    belong to other models (`text_encoder`), handed on untouched. recycle: for consumers that copy each tensor before
+    they ask for the next, as `load_weights` does: fused tensors then share a buffer for each shape (on a CPU, page
+    faults of new memory cost more than the copy).
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Accepted:
 class Intake:
     """The accounts of one sync.
 
-    components: the ones expected. round_to_bf16: fp32 values are taken for bf16 parameters and rounded once.
+    components: the ones expected. round_to_bf16: torch fp32 is taken for bf16 parameters (numpy has no bfloat16).
     passthrough: first name segments that belong to other models and are handed on untouched.
     lora: adapter tensors found, by the name they came with; copies.
     """
@@ -101,7 +101,7 @@ class Intake:
         shape, dtype = backend(tensor).describe(tensor)
         if shape != spec.shape:
             raise ShapeError(f"{name}: shape {list(shape)}; this model has {list(spec.shape)}")
-        rounds = self.round_to_bf16 and (dtype, spec.dtype) == ("F32", "BF16")
+        rounds = self.round_to_bf16 and (dtype, spec.dtype) == ("F32", "BF16") and hasattr(tensor, "detach")
         if dtype != spec.dtype and not rounds:
             hint = "; allow it with round_to_bf16" if (dtype, spec.dtype) == ("F32", "BF16") else ""
             raise DtypeError(f"{name}: {dtype}; H3 keeps it in {spec.dtype} and a sync does not cast{hint}")

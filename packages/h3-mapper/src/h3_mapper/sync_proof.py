@@ -118,11 +118,22 @@ class LiveDigest:
 
 
 def _on_host(totals: list[Any]) -> list[int]:
-    if any(hasattr(total, "detach") for total in totals):
-        import torch
+    """Python integers, with one transfer from each device."""
+    by_device: dict[Any, list[int]] = {}
+    for index, total in enumerate(totals):
+        by_device.setdefault(getattr(total, "device", None), []).append(index)
+    values = [0] * len(totals)
+    for device, indexes in by_device.items():
+        held = [totals[index] for index in indexes]
+        for index, value in zip(indexes, held if device is None else _stacked(held), strict=True):
+            values[index] = int(value)
+    return values
 
-        return [int(value) for value in torch.stack(totals).tolist()]
-    return [int(total) for total in totals]
+
+def _stacked(held: list[Any]) -> list[int]:
+    import torch
+
+    return [int(value) for value in torch.stack(held).tolist()]
 
 
 def combine(
