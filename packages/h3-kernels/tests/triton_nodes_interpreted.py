@@ -333,6 +333,18 @@ def test_attention_ignores_heads_documents_and_padding() -> None:
     assert not torch.equal(whole[0], joined[0]), "documents that are one document must attend to each other"
 
 
+def test_attention_reads_any_strides() -> None:
+    """Heads before rows, a row stride no vector fits, a base no vector fits: the bits of contiguous tensors."""
+    q, k, v, dout, cu = attention_inputs((40,))
+    whole = run_attention(q, k, v, dout, cu, 40)
+    wide = torch.zeros(40, 2 * 32 + 3, dtype=torch.bfloat16)
+    shifted = wide[:, 1 : 1 + 64].unflatten(1, (2, 32))
+    shifted.copy_(k)
+    rows_last = q.transpose(0, 1).contiguous().transpose(0, 1)
+    for found, right in zip(run_attention(rows_last, shifted, v, dout, cu, 40), whole, strict=True):
+        assert torch.equal(found, right)
+
+
 def test_attention_backward_computes_only_what_is_needed() -> None:
     from h3_kernels.triton.attention import attention_forward
     from h3_kernels.triton.attention_backward import attention_backward

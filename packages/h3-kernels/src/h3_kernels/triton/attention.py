@@ -96,9 +96,13 @@ def attention_kernel(
 
 
 def rows_view(x: Tensor) -> Tensor:
-    """x [T, heads, D] with any row stride as [T, heads * D]; copied if its heads do not lie one after the other."""
-    if x.stride(2) != 1 or x.stride(1) != x.shape[2]:
-        x = x.contiguous()
+    """x [T, heads, D] with any row stride as [T, heads * D].
+
+    Copied if its heads do not lie one after the other, or where the copy engine could not read it (16-byte steps).
+    """
+    in_order = x.stride(2) == 1 and x.stride(1) == x.shape[2]
+    if not in_order or x.data_ptr() % 16 or x.stride(0) * x.element_size() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
     return x.as_strided((x.shape[0], x.shape[1] * x.shape[2]), (x.stride(0), 1))
 
 

@@ -230,7 +230,7 @@ def _weight_gradient(
 def _aligned(x: Tensor) -> Tensor:
     """x if its heads can be read 16 bytes at a time, which the order of their sums relies on; else a copy."""
     strided = x.stride(2) == 1 and x.stride(0) % 16 == 0 and x.stride(1) % 16 == 0 and x.data_ptr() % 16 == 0
-    return x if strided else x.contiguous()
+    return x if strided else x.clone(memory_format=torch.contiguous_format)
 
 
 def _grid(q: Tensor) -> tuple[int, int, int]:
