@@ -1,0 +1,126 @@
+"""The documents run: each `python` and `sh` block of each page, in order, in an empty folder, once in the whole suite."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_page import RUN, blocks
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SOURCES = os.pathsep.join(str(package / "src") for package in sorted((ROOT / "packages").iterdir()))
+
+BOTH_MODELS = """
+from contextlib import ExitStack
+from h3_adapter_diffusers.testing.tiny import build
+from h3_adapter_vllm.testing import engine
+groups = ExitStack()
+groups.enter_context(engine.engine())
+engine_transformer, diffusers_transformer = engine.build(), build()
+"""
+
+HERE = {
+    "README.md": BOTH_MODELS,
+    "docs/quickstart-convert.md": "",
+    "docs/quickstart-rl.md": "",
+    "docs/quickstart-kernels.md": "",
+    "docs/add-a-contract.md": "",
+    "docs/add-a-layout.md": "",
+}
+"""Pages run by this file -> what their reader has before the first block."""
+
+ELSEWHERE = {
+    "docs/lora.md": "packages/h3-mapper/tests/test_lora_docs.py",
+    "docs/weight-sync.md": "packages/h3-mapper/tests/test_lora_docs.py",
+    "docs/nodes.md": "packages/h3-kernels/tests/test_graph_docs.py",
+    "docs/providers.md": "packages/h3-kernels/tests/test_readme.py",
+    **{
+        f"packages/{name}/README.md": f"packages/{name}/tests/{test}"
+        for name, test in (
+            ("h3-mapper", "test_docs.py"),
+            ("h3-kernels", "test_readme.py"),
+            ("h3-adapter-vllm", "test_readme.py"),
+            ("h3-adapter-diffusers", "test_readme.py"),
+        )
+    },
+}
+"""Pages run by the test of the package they speak of, which prepares the files they start from."""
+
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted((ROOT / "packages").glob("*/README.md")))
+
+
+def run(page: Path, folder: Path, given: str = "") -> subprocess.CompletedProcess[str]:
+    """The page in a process of its own, with `h3-mapper` and `python` on its path."""
+    bin_folder = folder / ".bin"
+    bin_folder.mkdir()
+    for name, words in {"h3-mapper": "-m h3_mapper ", "python": ""}.items():
+        (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
+        (bin_folder / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": SOURCES}
+    command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page), given]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+def runnable(page: Path) -> bool:
+    return any(kind in RUN for kind, _, _ in blocks(page.read_text()))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("name", HERE)
+def test_every_block_of_the_page_runs(name: str, tmp_path: Path) -> None:
+    done = run(ROOT / name, tmp_path, HERE[name])
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_a_block_that_fails_is_named_by_its_line(tmp_path: Path) -> None:
+    """Negative twin, for both kinds of block."""
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```sh\ntrue\nfalse\ntrue\n```\n")
+    done = run(page, tmp_path)
+    assert done.returncode == 1
+    assert f"{page}:4" in done.stderr
+    (tmp_path / "second").mkdir()
+    page.write_text("# A page\n\n```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    done = run(page, tmp_path / "second")
+    assert done.returncode == 1
+    assert f'"{page}", line 8' in done.stderr
+
+
+def test_every_page_with_code_is_run_by_exactly_one_test() -> None:
+    with_code = {str(page.relative_to(ROOT)) for page in PAGES if runnable(page)}
+    assert with_code == HERE.keys() | ELSEWHERE.keys()
+    assert not HERE.keys() & ELSEWHERE.keys()
+    for name, test in ELSEWHERE.items():
+        assert Path(name).name in (ROOT / test).read_text(), f"{test} does not run {name}"
+
+
+def test_a_block_of_the_site_runs_or_says_it_is_text() -> None:
+    """So that no example escapes by a fence without a language."""
+    loose = [
+        f"{page.name}:{line}"
+        for page in sorted(DOCS.glob("*.md"))
+        for kind, line, _ in blocks(page.read_text())
+        if kind not in (*RUN, "text")
+    ]
+    assert not loose
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)
+    assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_files_the_documents_name_exist() -> None:
+    """Paths in code spans: of the repository, of a package's sources, or of the page's own folder."""
+    path = re.compile(r"`((?:docs|packages|tests|tools|benchmarks|examples|evidence|requirements)/[\w./-]+)`")
+    dead = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
+        for name in path.findall(page.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert not dead
