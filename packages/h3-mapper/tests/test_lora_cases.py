@@ -1,6 +1,7 @@
 """Faults that people reported about adapters, each with the right behaviour and, where there is one, its twin."""
 
 import copy
+import json
 
 import numpy as np
 import pytest
@@ -267,6 +268,19 @@ def test_two_partitions_or_two_adapters_in_one_file_need_a_choice():
     assert_same_products(second, read(diffusers_lora(seed=1), TINY, statement=SCALE_ONE))
     assert all(n.startswith("transformer_ref.") for n in write(second, "diffusers", TINY).tensors)
     assert all(n.startswith("transformers_ref.") for n in write(second, "engine", TINY).tensors)
+    entries = {
+        "transformer.r": 3,
+        "transformer.lora_alpha": 3,
+        "transformer_ref.r": 3,
+        "transformer_ref.lora_alpha": 6,
+    }
+    own = read(
+        both,
+        TINY,
+        metadata={"lora_adapter_metadata": json.dumps(entries)},
+        statement=Statement(component="transformer_ref"),
+    )
+    assert {float(term.scale) for term in own.low_rank.values()} == {2.0}
     named = diffusers_lora(infix=".default") | diffusers_lora(infix=".critic", seed=2)
     with pytest.raises(UnstatedError, match="critic, default"):
         read(named, TINY, statement=SCALE_ONE)

@@ -157,6 +157,11 @@ def test_undeclared_rows_are_an_error_until_stated(tmp_path, adapter, config_fil
     written = write(adapter, "kohya", TINY)
     bare = tmp_path / "bare.safetensors"
     safetensors.torch.save_file({k: torch_tensor(raw(v)) for k, v in written.tensors.items()}, bare)
+    assert main(["lora", "inspect", str(bare), "--config", str(config_file)]) == 2
+    shown = capsys.readouterr().out
+    assert "row order of a fused qkv cannot be seen" in shown
+    assert "scale      not stated" in shown
+    assert "2 x blocks.N.attn.qkv_proj.weight[q]" in shown
     arguments = [
         "lora",
         "convert",

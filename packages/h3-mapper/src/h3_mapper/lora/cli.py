@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from h3_mapper.errors import ConfigError
 from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
-from h3_mapper.outcome import Command, Outcome, argument
+from h3_mapper.outcome import BAD_INPUT, OK, Command, Outcome, argument
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
 if TYPE_CHECKING:
     from h3_mapper.config import H3Config
-    from h3_mapper.lora.adapter import Adapter
-    from h3_mapper.lora.files import AdapterFile
     from h3_mapper.lora.read import Statement
 
 
@@ -69,27 +67,28 @@ def _config(path: Path | None) -> H3Config:
     return H3Config.from_mapping(parsed)
 
 
-def _opened(args: argparse.Namespace, config: H3Config) -> tuple[AdapterFile, Adapter]:
-    from h3_mapper.lora.files import open_adapter
-
-    file = open_adapter(args.adapter)
-    return file, file.read(config, _statement(args))
-
-
 def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     from h3_mapper.lora.describe import describe
+    from h3_mapper.lora.errors import UnstatedError
+    from h3_mapper.lora.files import open_adapter
 
-    file, adapter = _opened(args, _config(args.config))
-    found = describe(file, adapter)
-    return Outcome(found.text(), found.to_json())
+    file, config, statement = open_adapter(args.adapter), _config(args.config), _statement(args)
+    problem = None
+    try:
+        adapter = file.read(config, statement)
+    except UnstatedError as error:  # modules and ranks do not depend on what nobody stated
+        problem = str(error)
+        adapter = file.read(config, statement.assumed())
+    found = describe(file, adapter, problem)
+    return Outcome(found.text(), found.to_json(), BAD_INPUT if problem else OK)
 
 
 def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
-    from h3_mapper.lora.files import save_adapter
+    from h3_mapper.lora.files import open_adapter, save_adapter
     from h3_mapper.lora.write import write
 
-    config = _config(args.config)
-    file, adapter = _opened(args, config)
+    config, file = _config(args.config), open_adapter(args.adapter)
+    adapter = file.read(config, _statement(args))
     written = write(adapter, args.to, config, round_scales=args.round_scales)
     paths = save_adapter(written, args.destination, file.path)
     lines = [

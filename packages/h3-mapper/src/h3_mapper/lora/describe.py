@@ -29,6 +29,7 @@ class Described:
     assigned: int
     metadata: dict[str, str]
     notes: tuple[str, ...]
+    problem: str | None
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `lora inspect --json`."""
@@ -36,7 +37,7 @@ class Described:
 
     def text(self) -> str:
         """Lines for people."""
-        scales = ", ".join(f"{scale:g} ({count})" for scale, count in self.scales.items())
+        scales = ", ".join(f"{scale:g} ({count})" for scale, count in self.scales.items()) or "not stated"
         kinds = [f"  {count:4} x {kind}" for kind, count in self.targets.items()]
         extras = (
             [f"  {self.deltas} full-rank deltas, {self.assigned} assigned"]
@@ -53,12 +54,13 @@ class Described:
                 *kinds,
                 *extras,
                 *(f"  note       {note}" for note in self.notes),
+                *([f"  problem    {self.problem}"] if self.problem else []),
             ]
         )
 
 
-def describe(file: AdapterFile, adapter: Adapter) -> Described:
-    """Everything worth knowing before an adapter is used."""
+def describe(file: AdapterFile, adapter: Adapter, problem: str | None = None) -> Described:
+    """Everything worth knowing before an adapter is used. problem: what the file does not state, so nothing assumed."""
     terms = list(adapter.low_rank.values())
     return Described(
         str(file.path),
@@ -67,10 +69,11 @@ def describe(file: AdapterFile, adapter: Adapter) -> Described:
         PARTITIONS.get(adapter.component or "", "not stated"),
         dict(sorted(Counter(re.sub(r"(?<=blocks\.)\d+", "N", name) for name in adapter.low_rank).items())),
         dict(Counter(term.rank for term in terms)),
-        {float(scale): count for scale, count in Counter(term.scale for term in terms).items()},
+        {} if problem else {float(s): count for s, count in Counter(term.scale for term in terms).items()},
         any(term.magnitude is not None for term in terms),
         len(adapter.deltas),
         len(adapter.assigned),
         dict(file.metadata),
-        adapter.notes,
+        () if problem else adapter.notes,
+        problem,
     )

@@ -15,7 +15,7 @@ from h3_mapper.lora.errors import NonFiniteError, UnmappedModuleError, UnpairedF
 from h3_mapper.lora.formats import FORMATS, Alpha, Fc1Rows, Naming, QkvRows
 from h3_mapper.lora.modules import Place, RowOrder, places
 from h3_mapper.lora.names import Key, Role, parse
-from h3_mapper.lora.scale import AlphaChoice, Scales, scalar
+from h3_mapper.lora.scale import AlphaChoice, Scales, diffusers_config, scalar
 
 QKV_KEY, FC1_KEY = "h3.qkv_rows", "h3.fc1_rows"
 """Metadata keys that state the row order of fused projections; every native file written here has them."""
@@ -47,6 +47,15 @@ class Statement:
         stated = cls(format_.qkv, format_.fc1, assume_alpha="rank" if format_.alpha is Alpha.ONE else None)
         return replace(stated, **{key: value for key, value in others.items() if value is not None})
 
+    def assumed(self) -> Statement:
+        """With something in every gap, to count and describe; never to convert."""
+        return replace(
+            self,
+            qkv=self.qkv or QkvRows.STACKED,
+            fc1=self.fc1 or Fc1Rows.GATE_FIRST,
+            assume_alpha=self.assume_alpha or "rank",
+        )
+
 
 def read(
     tensors: Mapping[str, Tensor],
@@ -71,8 +80,9 @@ def read(
     modules = _collect(keys, tensors, places(config, naming, order), naming)
     _check_order(modules, order)
     alphas = {name: scalar(m.roles[Role.ALPHA]) for name, m in modules.items() if Role.ALPHA in m.roles}
-    scales = Scales.of(metadata, peft_config, alphas, said.alpha, said.assume_alpha)
     component = next((key.component for key in keys if key.component), None)
+    config_ = peft_config or diffusers_config(metadata, component)
+    scales = Scales.of(metadata, config_, alphas, said.alpha, said.assume_alpha)
     adapter, sources = assemble(modules, scales, component, metadata)
     broken, idle = bad_values(adapter)
     if broken:

@@ -57,20 +57,21 @@ class Scales:
     def of(
         cls,
         metadata: Mapping[str, str],
-        peft_config: Mapping[str, Any] | None,
+        config: Mapping[str, Any],
         tensors: Mapping[str, float],
         override: AlphaChoice | None,
         assume: AlphaChoice | None,
     ) -> Scales:
         """Collect what a file records. Raises UnsupportedAdapterError for configurations that are not plain LoRA."""
-        config = dict(peft_config or _diffusers_config(metadata))
         for key, reason in _REFUSED_CONFIG.items():
             if config.get(key) not in (None, False, [], {}, "none"):
                 raise UnsupportedAdapterError(
                     f"adapter_config.json: {key}={config[key]!r} is refused: {reason}"
                 )
         recorded = next((metadata[key] for key in METADATA_ALPHA if key in metadata), None)
-        return cls(override, assume, config, dict(tensors), None if recorded is None else _number(recorded))
+        return cls(
+            override, assume, dict(config), dict(tensors), None if recorded is None else _number(recorded)
+        )
 
     def find(self, module: str, rank: int) -> tuple[Fraction, str]:
         """(exact scale, where it came from) of one module. Raises UnstatedError, ScaleError."""
@@ -122,7 +123,8 @@ def _number(text: str) -> float:
         raise ScaleError(f"metadata alpha is {text!r}; expected a number") from None
 
 
-def _diffusers_config(metadata: Mapping[str, str]) -> dict[str, Any]:
+def diffusers_config(metadata: Mapping[str, str], component: str | None) -> dict[str, Any]:
+    """The adapter configuration that Diffusers keeps in a file's metadata, of one component; empty if there is none."""
     text = metadata.get(DIFFUSERS_METADATA)
     if text is None:
         return {}
@@ -132,12 +134,14 @@ def _diffusers_config(metadata: Mapping[str, str]) -> dict[str, Any]:
         raise ScaleError(f"metadata {DIFFUSERS_METADATA} is not JSON: {error}") from None
     if not isinstance(entries, dict):
         raise ScaleError(f"metadata {DIFFUSERS_METADATA} is not an object")
-    return {_without_component(key): value for key, value in entries.items()}
-
-
-def _without_component(key: str) -> str:
-    head, _, rest = key.partition(".")
-    return rest if head in PARTITIONS else key
+    found = {}
+    for key, value in entries.items():
+        head, _, rest = key.partition(".")
+        if head not in PARTITIONS:
+            found[key] = value
+        elif component in (head, None):
+            found[rest] = value
+    return found
 
 
 def _pattern(config: Mapping[str, Any], key: str, module: str, default: Any) -> Any:
