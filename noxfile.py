@@ -19,6 +19,15 @@ from hardware import HARDWARE  # noqa: E402  (tools/ is not a package: it must r
 PACKAGES = ("h3-mapper", "h3-kernels", "h3-adapter-vllm", "h3-adapter-diffusers")
 PYTHONS = ("3.11", "3.12", "3.13")
 SOURCES = ("packages", "benchmarks", "tools", "tests", "examples", "noxfile.py")
+WITHOUT_TORCH = (
+    "cli",
+    "config",
+    "fuzz",
+    "plan",
+    "refusals",
+    "source",
+    "verify",
+)  # h3-mapper's tests that import none
 CPU_TESTS = "not gpu and not engine"
 
 nox.options.sessions = ["lint", "typecheck", "tests", "build"]
@@ -86,18 +95,24 @@ def build(session: nox.Session) -> None:
     session.run("python", "tools/release.py", "build", *session.posargs)
 
 
-@nox.session(python="3.11")
+@nox.session(python=list(PYTHONS))
 @nox.parametrize("resolution", ["lowest-direct", "highest"])
 def versions(session: nox.Session, resolution: str) -> None:
-    """h3-mapper's tests on the lowest and the newest dependencies its metadata allows."""
+    """h3-mapper without torch, on the lowest and the newest dependencies its metadata allows."""
     uv = str(ROOT / ".boot" / "bin" / "uv")
-    where = ("--python", f"{session.virtualenv.location}/bin/python", "--no-config")
-    tools = ("pytest", "pytest-timeout", "hypothesis", "numpy")
-    session.run(
-        uv, "pip", "install", "-q", *where, "--resolution", resolution, "./packages/h3-mapper", external=True
+    install = (
+        uv,
+        "pip",
+        "install",
+        "-q",
+        "--no-config",
+        "--python",
+        f"{session.virtualenv.location}/bin/python",
     )
-    session.run(uv, "pip", "install", "-q", *where, *tools, external=True)
-    session.run("pytest", "-q", "-m", CPU_TESTS, "packages/h3-mapper")
+    session.run(*install, "--resolution", resolution, "./packages/h3-mapper", external=True)
+    session.run(*install, "pytest", "pytest-timeout", "hypothesis", external=True)
+    session.run("h3-mapper", "demo")
+    session.run("pytest", "-q", *(f"packages/h3-mapper/tests/test_{name}.py" for name in WITHOUT_TORCH))
 
 
 @nox.session(python="3.11")
