@@ -65,7 +65,7 @@ def damage(data, header, config):
             pass
 
 
-@settings(max_examples=300)
+@settings(max_examples=8 * settings().max_examples)
 @given(data=st.data())
 def test_a_damaged_checkpoint_is_converted_or_refused(sound, tmp_path_factory, data):
     header, payload, config = json.loads(json.dumps(sound[0])), sound[1], dict(sound[2])

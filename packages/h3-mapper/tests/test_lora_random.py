@@ -34,7 +34,7 @@ def adapters(draw) -> Adapter:
     return read(tensors, TINY, peft_config=settings_)
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples)
 @given(source=adapters(), chain=st.lists(st.sampled_from(sorted(FORMATS)), min_size=1, max_size=4))
 def test_every_chain_of_formats_keeps_every_product(source, chain):
     adapter = source

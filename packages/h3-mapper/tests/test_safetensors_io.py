@@ -131,7 +131,7 @@ def test_headers_are_the_librarys_own_bytes(tmp_path):
 GOOD = text(a=entry([2, 3], 0, 12), b=entry([4], 12, 28, "F32")) + b" "
 
 
-@settings(max_examples=300)
+@settings(max_examples=8 * settings().max_examples)
 @given(data=st.data())
 def test_damaged_bytes_never_raise_anything_but_our_error(tmp_path, data):
     raw = bytearray(struct.pack("<Q", len(GOOD)) + GOOD + bytes(28))
@@ -164,7 +164,7 @@ KEYED = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=8 * settings().max_examples)
 @given(header=st.dictionaries(st.text(max_size=8) | st.just("__metadata__"), JSONISH | KEYED, max_size=4))
 def test_any_json_never_raises_anything_but_our_error(tmp_path, header):
     write_raw(tmp_path / "x.safetensors", json.dumps(header).encode(), bytes(16))

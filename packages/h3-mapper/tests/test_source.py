@@ -235,7 +235,7 @@ def test_a_symlinked_snapshot_is_read_through_its_links(hub, tmp_path):
     assert read_files(tmp_path / "out" / "transformer") == want
 
 
-@settings(max_examples=60)
+@settings(max_examples=settings().max_examples)
 @given(data=st.data())
 def test_a_damaged_index_never_raises_anything_but_our_error(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz") / "src"
