@@ -259,6 +259,15 @@ def test_recorded_rank_that_contradicts_the_tensors_is_an_error():
         read(diffusers_lora(), TINY, metadata={"alpha": "a lot"})
 
 
+@pytest.mark.parametrize("name", ["turbo", "kohya", "peft", "engine", "diffusers"])
+def test_an_awkward_alpha_keeps_every_digit(name):
+    """10 / 3 has no short decimal: a rounded alpha would change every product."""
+    source = read(diffusers_lora(rank=3), TINY, statement=Statement(alpha=10.000000001))
+    written = write(source, name, TINY)
+    again = read(written.tensors, TINY, metadata=written.metadata, peft_config=written.peft_config)
+    assert_same_products(source, again)
+
+
 def test_two_partitions_or_two_adapters_in_one_file_need_a_choice():
     both = diffusers_lora() | diffusers_lora(prefix="transformer_ref.", seed=1)
     with pytest.raises(UnstatedError, match="transformer, transformer_ref; choose one"):
@@ -268,6 +277,11 @@ def test_two_partitions_or_two_adapters_in_one_file_need_a_choice():
     assert_same_products(second, read(diffusers_lora(seed=1), TINY, statement=SCALE_ONE))
     assert all(n.startswith("transformer_ref.") for n in write(second, "diffusers", TINY).tensors)
     assert all(n.startswith("transformers_ref.") for n in write(second, "engine", TINY).tensors)
+    kohya = write(
+        second, "kohya", TINY
+    )  # whose names have no partition; a Ref2VA adapter must not turn into FL2VA's
+    again = read(kohya.tensors, TINY, metadata=kohya.metadata, statement=Statement.of("kohya"))
+    assert all(n.startswith("transformer_ref.") for n in write(again, "diffusers", TINY).tensors)
     entries = {
         "transformer.r": 3,
         "transformer.lora_alpha": 3,

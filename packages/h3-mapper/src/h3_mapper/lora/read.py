@@ -16,9 +16,13 @@ from h3_mapper.lora.formats import FORMATS, Alpha, Fc1Rows, Naming, QkvRows
 from h3_mapper.lora.modules import Place, RowOrder, places
 from h3_mapper.lora.names import Key, Role, parse
 from h3_mapper.lora.scale import AlphaChoice, Scales, diffusers_config, scalar
+from h3_mapper.wrappers import PARTITIONS
 
 QKV_KEY, FC1_KEY = "h3.qkv_rows", "h3.fc1_rows"
 """Metadata keys that state the row order of fused projections; every native file written here has them."""
+
+PARTITION_KEY = "h3.partition"
+"""Metadata key that states the partition (FL2VA, Ref2VA), which most formats' names do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def read(
     modules = _collect(keys, tensors, places(config, naming, order), naming)
     _check_order(modules, order)
     alphas = {name: scalar(m.roles[Role.ALPHA]) for name, m in modules.items() if Role.ALPHA in m.roles}
-    component = next((key.component for key in keys if key.component), None)
+    component = next((key.component for key in keys if key.component), _recorded_component(metadata))
     config_ = peft_config or diffusers_config(metadata, component)
     scales = Scales.of(metadata, config_, alphas, said.alpha, said.assume_alpha)
     adapter, sources = assemble(modules, scales, component, metadata)
@@ -112,6 +116,11 @@ def _with_metadata(said: Statement, metadata: Mapping[str, str]) -> Statement:
         )
     except ValueError as error:
         raise UnstatedError(f"metadata states an unknown row order: {error}") from None
+
+
+def _recorded_component(metadata: Mapping[str, str]) -> str | None:
+    partition = metadata.get(PARTITION_KEY)
+    return next((name for name, stated in PARTITIONS.items() if stated == partition), None)
 
 
 def _choose(keys: list[Key], said: Statement) -> list[Key]:

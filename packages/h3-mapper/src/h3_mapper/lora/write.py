@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,28 +12,11 @@ from h3_mapper.errors import listed
 from h3_mapper.lora.adapter import Adapter, LowRank
 from h3_mapper.lora.arrays import Tensor, reshaped, scalar_like, shape, zeros
 from h3_mapper.lora.errors import UnmappedModuleError, UnstatedError, UnsupportedAdapterError
-from h3_mapper.lora.formats import FORMATS, PER_MODULE, Alpha, Format, Naming
+from h3_mapper.lora.formats import FORMATS, PER_MODULE, Alpha, Format
 from h3_mapper.lora.fuse import fuse, level, unify
 from h3_mapper.lora.modules import Place, RowOrder, places
-from h3_mapper.lora.read import FC1_KEY, QKV_KEY
-from h3_mapper.lora.scale import DIFFUSERS_METADATA, METADATA_ALPHA
+from h3_mapper.lora.record import alpha_of, metadata_of, peft_config_of
 from h3_mapper.wrappers import PARTITIONS
-
-_REWRITTEN = frozenset(
-    {
-        *METADATA_ALPHA,
-        DIFFUSERS_METADATA,
-        QKV_KEY,
-        FC1_KEY,
-        "format",
-        "key_format",
-        "qkv_layout",
-        "rank",
-        "lora_rank",
-    }
-    | {"low_rank_tensors", "diff_tensors", "set_weight_tensors", "ss_network_dim"}
-)
-"""Metadata keys that describe the file's format: written anew. All others travel with the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +56,8 @@ def write(
         tensors |= _named(format_, prefix + name, term)
     for place in known.values():
         tensors |= _full_rank(adapter, place, prefix)
-    return Written(
-        format_, tensors, _metadata(adapter, format_, terms, tensors), _peft_config(format_, terms)
-    )
+    metadata = metadata_of(adapter, format_, terms, tensors, prefix.rstrip("."))
+    return Written(format_, tensors, metadata, peft_config_of(format_, terms))
 
 
 def _module(name: str) -> str:
@@ -115,7 +94,7 @@ def _refuse(adapter: Adapter, format_: Format, known: Mapping[str, Place]) -> No
 def _named(format_: Format, name: str, term: LowRank) -> dict[str, Tensor]:
     named = {name + format_.a: term.a, name + format_.b: term.b}
     if format_.alpha is Alpha.TENSOR:
-        named[f"{name}.alpha"] = scalar_like(term.b, _alpha(term))
+        named[f"{name}.alpha"] = scalar_like(term.b, alpha_of(term))
     if term.magnitude is not None:
         column = format_.dora == ".dora_scale"
         named[name + format_.dora] = (
@@ -143,86 +122,3 @@ def _full_rank(adapter: Adapter, place: Place, prefix: str) -> dict[str, Tensor]
             )
         named[f"{module}.set_weight"] = place.join(assigned)
     return named
-
-
-def _alpha(term: LowRank) -> float:
-    return float(term.scale * term.rank)
-
-
-def _metadata(
-    adapter: Adapter, format_: Format, terms: Mapping[str, LowRank], tensors: Mapping[str, Tensor]
-) -> dict[str, str]:
-    metadata = {key: value for key, value in adapter.metadata.items() if key not in _REWRITTEN}
-    metadata |= {"format": "pt", **dict(format_.metadata)}
-    if format_.naming in (Naming.NATIVE, Naming.FLAT) and format_.qkv and format_.fc1:
-        metadata |= {QKV_KEY: format_.qkv, FC1_KEY: format_.fc1}
-    first = next(iter(terms.values()), None)
-    if format_.alpha is Alpha.METADATA and first is not None:
-        metadata |= {
-            "alpha": f"{_alpha(first):g}",
-            "lora_alpha": f"{_alpha(first):g}",
-            "lora_rank": str(first.rank),
-        }
-    if format_.alpha is Alpha.DIFFUSERS_METADATA:
-        component = _prefix(adapter, format_).rstrip(".")
-        entries = {f"{component}.{key}": value for key, value in _patterned(terms, False).items()}
-        metadata[DIFFUSERS_METADATA] = json.dumps(entries, indent=2, sort_keys=True)
-    if format_.name == "fasth3":
-        counts = Counter(_fasth3_kind(name) for name in tensors)
-        metadata |= {
-            key: str(counts[key]) for key in ("low_rank_tensors", "diff_tensors", "set_weight_tensors")
-        }
-        if first is not None:
-            metadata["rank"] = str(max(term.rank for term in terms.values()))
-    return metadata
-
-
-def _fasth3_kind(name: str) -> str:
-    if name.endswith(".set_weight"):
-        return "set_weight_tensors"
-    return "diff_tensors" if name.endswith((".diff", ".diff_b")) else "low_rank_tensors"
-
-
-def _peft_config(format_: Format, terms: Mapping[str, LowRank]) -> dict[str, Any] | None:
-    if format_.alpha is Alpha.PEFT_CONFIG:
-        return _patterned(terms, any(term.magnitude is not None for term in terms.values()))
-    if format_.alpha is Alpha.PLAIN_CONFIG and terms:
-        first = next(iter(terms.values()))  # rank and scale are the same everywhere by now
-        return _base_config(first.rank, _alpha(first), sorted({name.rpartition(".")[2] for name in terms}))
-    return None
-
-
-def _patterned(terms: Mapping[str, LowRank], dora: bool) -> dict[str, Any]:
-    """PEFT's configuration: the commonest rank and alpha, and a pattern for every module that differs."""
-    ranks = {name: term.rank for name, term in terms.items()}
-    alphas = {name: _alpha(term) for name, term in terms.items()}
-    rank = Counter(ranks.values()).most_common(1)[0][0]
-    alpha = Counter(alphas.values()).most_common(1)[0][0]
-    config = _base_config(rank, alpha, sorted(terms))
-    config["rank_pattern"] = {f"^{re.escape(name)}": value for name, value in ranks.items() if value != rank}
-    config["alpha_pattern"] = {
-        f"^{re.escape(name)}": _int(value) for name, value in alphas.items() if value != alpha
-    }
-    return config | {"use_dora": dora}
-
-
-def _base_config(rank: int, alpha: float, targets: list[str]) -> dict[str, Any]:
-    return {
-        "peft_type": "LORA",
-        "r": rank,
-        "lora_alpha": _int(alpha),
-        "target_modules": targets,
-        "rank_pattern": {},
-        "alpha_pattern": {},
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "use_dora": False,
-        "inference_mode": True,
-        "task_type": None,
-    }
-
-
-def _int(value: float) -> float:
-    return int(value) if value == int(value) else value
