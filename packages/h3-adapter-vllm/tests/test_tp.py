@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from h3_adapter_vllm import InstallError, install_h3_rollout
+from h3_adapter_vllm import InstallError, handle_of, install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
 
 pytestmark = pytest.mark.engine
@@ -80,6 +80,20 @@ def refusals(path):
     with pytest.raises(InstallError) as caught:
         install_h3_rollout(model)
     return [*messages, str(caught.value)]
+
+
+def disagreement(path, arguments):
+    """Worker: the refusal when each rank installs with its own arguments, and whether anything was left bound."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    model = loaded(path)
+    mine = arguments[get_tensor_model_parallel_rank()]
+    if mine is None:
+        del model.blocks[1].mlp.fc2.weight
+        mine = {}
+    with pytest.raises(InstallError) as caught:
+        install_h3_rollout(model, **mine)
+    return str(caught.value), handle_of(model) is None
 
 
 def fused_collective(path):
@@ -179,6 +193,25 @@ def test_groups_that_do_not_fit_are_refused(pool, weights):
         assert "collective is rank 0 of 1, the call says" in collective
         assert "tp=2 does not divide 1 units" in units
         assert "blocks.0.mlp.fc2: reduce_results is already False" in owned
+
+
+@pytest.mark.parametrize(
+    "other", [{"contract": "h3-parallel-v1-u4"}, {"mode": "audit"}, {"scope": "projections"}]
+)
+def test_ranks_that_would_bind_differently_all_refuse(pool, weights, other):
+    """Unequal unit counts would mix partial sums of two trees in silence."""
+    results = pool.run(disagreement, weights, [{}, other], tp=2)
+    for rank, (message, clean) in enumerate(results):
+        assert f"rank {1 - rank} of tp=2 installs something else than" in message
+        assert clean
+
+
+def test_one_rank_that_cannot_bind_stops_the_others(pool, weights):
+    """Instead of leaving them waiting in the first forward."""
+    (ours, clean), (theirs, _) = pool.run(disagreement, weights, [{}, None], tp=2)
+    assert "rank 1 of tp=2 refused; its own error says why" in ours
+    assert clean
+    assert "blocks.1.mlp.fc2: has no weight" in theirs
 
 
 def test_fused_all_reduce_is_refused(pool, weights):

@@ -11,21 +11,19 @@ from typing import Any, Self
 
 from h3_kernels.audit import AuditRow
 from h3_kernels.binding import Report
-from h3_kernels.collectives import Collective, TorchDistributedCollective
-from h3_kernels.collectives.protocol import check_collective
-from h3_kernels.contract import UNITS, parallel_id, parse_parallel_id
-from h3_kernels.errors import CollectiveError, ProviderError
+from h3_kernels.collectives import Collective
+from h3_kernels.contract import UNITS, parallel_id
+from h3_kernels.errors import ProviderError
 from h3_kernels.modes import ENVIRONMENT_VARIABLE, Mode, resolve_mode
 from h3_kernels.providers import choose
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from vllm.distributed import get_tp_group
-from vllm.platforms import current_platform
 
 from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import InstallError, RemoveError
 from h3_adapter_vllm.graph_binding import GraphBinding
 from h3_adapter_vllm.graph_call import graph_obstacles
+from h3_adapter_vllm.group import join_group
 from h3_adapter_vllm.linear_binding import LinearBinding
 from h3_adapter_vllm.report import gemm_call
 from h3_adapter_vllm.settings import Clock, Ran, Settings, eager
@@ -137,7 +135,8 @@ def install_h3_rollout(
     """Bind every ``attn.qkv_proj``, ``attn.out_proj``, ``mlp.fc1`` and ``mlp.fc2`` of ``model`` to its contract.
 
     Nothing is changed unless everything can be bound. Installing again with the same arguments returns the same
-    handle. The weights may change afterwards (``load_weights`` again, weight sync): they are read at every call.
+    handle. The weights may change afterwards (``load_weights`` again, weight sync): they are read at every call. At
+    tp > 1 every rank of the group must call this, with the same arguments.
 
     Args:
         model: A vLLM-Omni ``MiniMaxH3DiTModel`` with its bf16 weights loaded, LoRA-wrapped or not. On a CPU it must be
@@ -171,9 +170,9 @@ def install_h3_rollout(
         return earlier
     reasons = obstacles(sites, contract=contract, tp=degree) or _provider_obstacles(sites, settings)
     reasons += graph_obstacles(model, degree) if scope is Scope.MODEL and not reasons else []
+    settings, reasons = join_group(settings, sites[0].layer.weight.device, reasons)
     if reasons:
         raise InstallError(reasons)
-    settings = dataclasses.replace(settings, collective=_collective(settings))
     handle = Handle(model, _bindings(model, sites, settings), settings)
     handle.bind()
     logger.info("h3 contracts bound to %s: %s", type(model).__name__, settings.describe())
@@ -211,24 +210,6 @@ def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle 
             [f"half installed: {lost[0]} was replaced after the install; remove() the earlier handle first"]
         )
     return handle
-
-
-def _collective(settings: Settings) -> Collective | None:
-    """The given collective, or one over vLLM's tp group. Raises InstallError if it is not this rank's."""
-    if settings.tp == 1:
-        return None
-    collective = settings.collective
-    if collective is None:
-        group = get_tp_group()
-        on_cpu = current_platform.is_cpu()
-        collective = TorchDistributedCollective(
-            group.cpu_group if on_cpu else group.device_group, form="scatter"
-        )
-    try:
-        check_collective(collective, settings.tp, settings.rank, parse_parallel_id(settings.contract))
-    except CollectiveError as error:
-        raise InstallError([str(error)]) from None
-    return collective
 
 
 def _provider_obstacles(sites: list[Site], settings: Settings) -> list[str]:
