@@ -20,6 +20,7 @@ products in all. Where not even one head fits (documents near 18,000 rows), dq c
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -231,22 +232,35 @@ class _Call:
         return [descriptor(x, block, self.dims) for x, block in zip(operands, blocks, strict=True)]
 
     def dkdv(
-        self, dk: Tensor, dv: Tensor, heads: range, tile: dict[str, int], workspace: Tensor | None
+        self,
+        dk: Tensor,
+        dv: Tensor,
+        heads: range,
+        tile: dict[str, int],
+        operands: list[Any],
+        ds: Any,
+        slots: int,
     ) -> None:
-        """dk and dv of `heads`, and their dS into `workspace` [heads * slots, rows] if there is one."""
-        slots = 0 if workspace is None else workspace.shape[0] // len(heads)
-        ds = None if workspace is None else descriptor(workspace, tile["KEYS"], tile["ROWS"])
+        """dk and dv of `heads`, and their dS, `slots` rows a head, through the descriptor `ds` if there is one."""
         dkdv_kernel[(triton.cdiv(self.longest, tile["KEYS"]), len(heads), self.documents)](
-            *self.descriptors(tile), ds, self.q, self.dout, dk, dv, self.lse, self.delta, self.bounds,
+            *operands, ds, self.q, self.dout, dk, dv, self.lse, self.delta, self.bounds,
             self.q.shape[0], slots, heads.start, self.q.stride(0), self.dout.stride(0), dk.stride(0), dv.stride(0),
             self.scale, self.scale * LOG2_E, STORE=ds is not None, D=self.dims, **tile, enable_fp_fusion=False,
         )  # fmt: skip
 
-    def dq(self, dq: Tensor, heads: range, tile: dict[str, int], slot: int, workspace: Tensor) -> None:
-        """dq of `heads` from the dS that `dkdv` left in `workspace`."""
+    def dq(
+        self,
+        dq: Tensor,
+        heads: range,
+        tile: dict[str, int],
+        operands: list[Any],
+        workspace: Tensor,
+        slots: int,
+        slot: int,
+    ) -> None:
+        """dq of `heads` from the dS that `dkdv` left in `workspace`, read through the descriptors `operands`."""
         dq_kernel[(triton.cdiv(self.longest, tile["ROWS"]), len(heads), self.documents)](
-            descriptor(workspace, tile["KEYS"], tile["ROWS"]), descriptor(self.k, tile["KEYS"], self.dims),
-            workspace, self.k, dq, self.bounds, workspace.shape[0] // len(heads), heads.start,
+            *operands, workspace, self.k, dq, self.bounds, slots, heads.start,
             workspace.stride(0), self.k.stride(0), dq.stride(0), self.scale,
             D=self.dims, SLOT=slot, **tile, enable_fp_fusion=False,
         )  # fmt: skip
@@ -260,6 +274,7 @@ class _Call:
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=256)
 def heads_at_a_time(heads: int, bytes_a_head: int, programs_a_head: int, resident: int, limit: int) -> int:
     """Heads of one pass: within `limit` bytes, the count whose passes take the fewest waves of `resident` programs.
 
@@ -295,15 +310,10 @@ def attention_backward(
     rows, heads, dims = q.shape
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
     if rows:
-        operands = (
-            rows_view(q),
-            rows_view(k),
-            rows_view(v),
-            rows_view(dout),
-            lse,
-            attention_delta(dout, out),
-        )
-        call = _Call(*operands, bounds=cu_seqlens, heads=heads, dims=dims, longest=max_seqlen, scale=scale)
+        call = _Call(
+            rows_view(q), rows_view(k), rows_view(v), rows_view(dout), lse, attention_delta(dout, out), cu_seqlens,
+            heads, dims, max_seqlen, scale,
+        )  # fmt: skip
         _run(call, dq, dk, dv, needs, workspace, (dkdv_tile, dq_tile, recomputed_dq_tile))
     return dq if needs[0] else None, dk if needs[1] else None, dv if needs[2] else None
 
@@ -319,22 +329,28 @@ def _run(
 ) -> None:
     dkdv_tile, dq_tile, recomputed_tile = tiles
     needs_dkdv = needs[1] or needs[2]
-    slots = call.q.shape[0] + call.documents * dkdv_tile["KEYS"]
+    slot = dkdv_tile["KEYS"]
+    slots = call.q.shape[0] + call.documents * slot
     width = triton.cdiv(call.longest, dq_tile["ROWS"]) * dq_tile["ROWS"]
     programs = triton.cdiv(call.longest, dkdv_tile["KEYS"]) * call.documents
     chosen = heads_at_a_time(call.heads, slots * width * 2, programs, _resident_programs(call.q), limit)
+    operands = call.descriptors(dkdv_tile)
     if not (needs[0] and needs_dkdv and chosen):
         if needs_dkdv:
-            call.dkdv(dk, dv, range(call.heads), dkdv_tile, None)
+            call.dkdv(dk, dv, range(call.heads), dkdv_tile, operands, None, 0)
         if needs[0]:
             call.recomputed_dq(dq, recomputed_tile)
         return
     memory = torch.empty((chosen * slots, width), dtype=call.q.dtype, device=call.q.device)
+    written = descriptor(memory, dkdv_tile["KEYS"], dkdv_tile["ROWS"])
+    read = [
+        descriptor(memory, dq_tile["KEYS"], dq_tile["ROWS"]),
+        descriptor(call.k, dq_tile["KEYS"], call.dims),
+    ]
     for first in range(0, call.heads, chosen):
         some = range(first, min(first + chosen, call.heads))
-        part = memory[: len(some) * slots]
-        call.dkdv(dk, dv, some, dkdv_tile, part)
-        call.dq(dq, some, dq_tile, dkdv_tile["KEYS"], part)
+        call.dkdv(dk, dv, some, dkdv_tile, operands, written, slots)
+        call.dq(dq, some, dq_tile, read, memory, slots, slot)
 
 
 def _resident_programs(x: Tensor) -> int:
