@@ -154,8 +154,9 @@ def registered(capability: tuple[int, int] | None = None) -> tuple[AttentionProv
 def choose(call: AttentionCall, wanted: str, device: torch.device) -> AttentionProvider:
     """The first provider that serves `call` and proves its bits on `device`, or the one named `wanted` if it does.
 
-    "auto" means the provider named by H3_ATTENTION if that is set. Choices are remembered per call and device. Raises
-    ProviderError with the reason of every candidate if none is legal.
+    "auto" means the provider named by H3_ATTENTION if that is set. Choices are remembered per call and device; a first
+    choice reads results back, so make it before a graph is captured. Raises ProviderError with the reason of every
+    candidate if none is legal.
     """
     if wanted == "auto":
         wanted = os.environ.get(ENVIRONMENT, "auto")
