@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
@@ -121,6 +122,35 @@ def sync_worker(rank: int, world: int, config: H3Config) -> dict[str, Any]:
             "partials": digest.partials(),
         }
     return report
+
+
+def pipeline_worker(rank: int, world: int, config: H3Config) -> dict[str, Any]:
+    """Both partitions through vLLM-Omni's own MiniMaxH3Pipeline.load_weights, as verl-omni calls it."""
+    from h3_mapper.sync import WeightSync
+    from vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3 import MiniMaxH3Pipeline
+
+    pipeline = MiniMaxH3Pipeline.__new__(
+        MiniMaxH3Pipeline
+    )  # the constructor also wants VAEs and a text encoder
+    torch.nn.Module.__init__(pipeline)
+    pipeline.transformer, pipeline.transformers_ref = native_model(config), native_model(config)
+    pipeline.video_vae = pipeline.audio_vae = pipeline._fasth3 = None
+    streams = {"transformer": trainer_state(config, 0), "transformers_ref": trainer_state(config, 1)}
+    sync = WeightSync(config, components={name: f"{name}." for name in streams}, recycle=True)
+    bucket = [
+        (f"{component}.{name}", value)
+        for component, state in streams.items()
+        for name, value in random.Random(0).sample(sorted(state.items()), len(state))
+    ]
+    returned = pipeline.load_weights(sync.push(bucket))
+    return {
+        "returned": returned,
+        "finished": set(sync.finish()),
+        "states": [
+            {name: tensor.detach().clone() for name, tensor in live(model).items()}
+            for model in (pipeline.transformer, pipeline.transformers_ref)
+        ],
+    }
 
 
 def lora_worker(

@@ -13,10 +13,11 @@ import torch
 from h3_mapper import H3Config
 from h3_mapper.lora import Adapter, LowRank, Naming, Raw, Statement, read, shard, write
 from h3_mapper.lora.arrays import raw
+from h3_mapper.lora.blocks import Change, changed_rows
 from h3_mapper.lora.files import save_adapter
 from h3_mapper.lora.floats import widen
 from h3_mapper.lora.merge import find_base, merge
-from h3_mapper.lora.modules import places
+from h3_mapper.lora.modules import atoms_of, places
 from h3_mapper.spec import Layout
 from lora_testkit import assert_same_products, block_modules, diffusers_lora, products, values
 from mapper_testkit import TINY
@@ -132,6 +133,39 @@ def test_peft_saves_what_we_read(tmp_path):
     assert_same_products(ours, bound(model.base_model.model))
     with pytest.raises(AssertionError):
         assert_same_products(read(as_raw(stored), TINY, statement=SCALE_ONE), bound(model.base_model.model))
+
+
+def test_dora_merge_matches_peft(tmp_path):
+    """One linear of the model, wrapped by PEFT with DoRA, merged by PEFT in fp32 and by us."""
+    torch.manual_seed(0)
+    linear = torch.nn.Sequential(torch.nn.Linear(TINY.ffn_dim, TINY.hidden_size, bias=False))
+    wrapped = peft.get_peft_model(
+        linear, peft.LoraConfig(r=4, lora_alpha=6, target_modules=["0"], use_dora=True)
+    )
+    layer = wrapped.base_model.model[0]
+    with torch.no_grad():
+        layer.lora_B["default"].weight.normal_()
+        layer.lora_magnitude_vector["default"].weight.mul_(1.5)
+    weight = layer.base_layer.weight.detach().clone()
+    module = "transformer_blocks.0.ff.net.2"
+    tensors_ = {
+        f"{module}.lora_A.weight": raw(layer.lora_A["default"].weight),
+        f"{module}.lora_B.weight": raw(layer.lora_B["default"].weight),
+        f"{module}.lora_magnitude_vector": raw(layer.lora_magnitude_vector["default"].weight),
+    }
+    tensors_ = {name: Raw(v.dtype, v.shape, bytes(v.data)) for name, v in tensors_.items()}
+    dora = read(tensors_, TINY, peft_config={"r": 4, "lora_alpha": 6, "use_dora": True})
+    peft_merged = wrapped.merge_and_unload()[0].weight.detach()
+    name = "blocks.0.mlp.fc2.weight"
+
+    def merged(adapter):
+        change = Change(adapter, 1.0, atoms_of(TINY))
+        return widen(changed_rows(change, name, raw(weight), 0, TINY.hidden_size))
+
+    np.testing.assert_allclose(merged(dora), peft_merged.numpy(), rtol=1e-5, atol=1e-6)
+    without = {k: v for k, v in tensors_.items() if "magnitude" not in k}
+    plain = read(without, TINY, peft_config={"r": 4, "lora_alpha": 6})
+    assert np.abs(merged(plain) - peft_merged.numpy()).max() > 0.1
 
 
 def bound(model):

@@ -7,7 +7,7 @@ from h3_mapper.plan import plan, tensors
 from h3_mapper.spec import Layout
 from h3_mapper.sync_proof import DifferentWeightsError, LiveDigest, assert_same, combine
 from h3_mapper.tp import shard
-from sync_engines import run_ranks, sync_worker, trainer_state
+from sync_engines import pipeline_worker, run_ranks, sync_worker, trainer_state
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("h3-mapper-engines")]
 
@@ -33,8 +33,8 @@ def reports(request):
     return request.param, run_ranks(request.param, sync_worker, CONFIG)
 
 
-def expected(tp, rank):
-    source = trainer_state(CONFIG)
+def expected(tp, rank, seed=0):
+    source = trainer_state(CONFIG, seed)
     made = {}
     for target in shard(plan(CONFIG, Layout.DIFFUSERS, Layout.MODULE), tp, rank).targets:
         if target.data is not None:
@@ -83,6 +83,16 @@ def test_digests_of_the_engine_equal_the_trainer_s_and_one_ulp_is_named(reports)
         spoiled.append(digest.partials())
     with pytest.raises(DifferentWeightsError, match=r"^blocks\.1\.mlp\.fc2\.weight: .*1 of"):
         assert_same(truth, combine(CONFIG, spoiled))
+
+
+def test_pipeline_takes_both_partitions_in_one_stream_with_recycled_buffers():
+    """verl-omni's entry: prefix groups must be contiguous, and the returned set is the strict loader's."""
+    (report,) = run_ranks(1, pipeline_worker, CONFIG)
+    assert report["returned"] == report["finished"]
+    assert len(report["finished"]) == 2 * len(tensors(CONFIG, Layout.MODULE))
+    for seed, found in enumerate(report["states"]):
+        for name, value in expected(1, 0, seed).items():
+            assert torch.equal(found[name], value), (seed, name)
 
 
 def test_the_inventory_of_the_released_model():
