@@ -129,6 +129,23 @@ def test_loading_into_a_bound_and_wrapped_engine(engine, model, states, release)
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_gates_of_a_sparse_model_are_loaded_and_reported(engine, model):
+    """With VSA gates the model has one more linear a block: loaded like the others, and the engine's in the report."""
+    request = engine.request()
+    model.enable_vsa_gates()
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.to_gate_compress.weight)
+    fresh = engine.build()
+    fresh.enable_vsa_gates()
+    names = load_h3_weights(fresh, engine.release_state(model).items(), "release")
+    assert "blocks.1.attn.to_gate_compress.weight" in names
+    assert same_state(fresh, model)
+    with install_h3_rollout(fresh) as handle:
+        engine.velocities(fresh, [request])
+        assert handle.report()["blocks.0.attn.to_gate_compress"].operator == "bf16 ColumnParallelLinear"
+        assert len(handle.report().bound()) == 16
+
+
 def test_cached_adaln_is_dropped(load, engine, states):
     cached, fresh = load(adaln_cache=True), engine.build()
     request = engine.request()

@@ -15,7 +15,7 @@ from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow, sampled_rows
 from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.graph import DiTConfig, ModuleWeights, Node, PackedDiT, PackedInputs, Ulysses, vllm_inputs
-from h3_kernels.lora import lora_slices
+from h3_kernels.lora import LoraSlice, lora_slices
 from h3_kernels.modes import Mode
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import BoundModelError
 from h3_adapter_vllm.graph_call import attention_provider, check_call, masked
 from h3_adapter_vllm.lora import active_slices, lora_style
-from h3_adapter_vllm.report import bound_linear
+from h3_adapter_vllm.report import bound_linear, bound_lora
 from h3_adapter_vllm.settings import Ran, Settings, eager, plain
 from h3_adapter_vllm.survey import Site, find_sites
 
@@ -68,10 +68,13 @@ class GraphBinding:
         if self._settings.mode is not Mode.STRICT:
             return
         for node in self._dit.nodes:
-            binding = self._binding(node)
-            yield node.name, binding
+            yield node.name, self._binding(node)
             if node.name in self._record.tuned:
-                yield f"{node.name}.lora", binding
+                slices = self._record.tuned[node.name]
+                yield (
+                    f"{node.name}.lora",
+                    bound_lora(self._linears[node.name], slices, self._settings, self._ran(node)),
+                )
 
     def audit(self) -> list[AuditRow]:
         """Audit of the two velocities, over the first forward after the install."""
@@ -81,12 +84,13 @@ class GraphBinding:
         seen = self._record.seen.get(node.name)
         if seen is None:
             return Refused("has not run since the install: run a forward first")
-        contract, rows = seen
         if node.name in self._linears:
-            device = self._record.device
-            ran = Ran(self._settings.clock.forwards, rows, device, k_contiguous=True)
-            return bound_linear(self._linears[node.name], self._settings, ran)
-        return Bound(contract, self._provider(node))
+            return bound_linear(self._linears[node.name], self._settings, self._ran(node))
+        return Bound(seen[0], self._provider(node))
+
+    def _ran(self, node: Node) -> Ran:
+        _, rows = self._record.seen[node.name]
+        return Ran(self._settings.clock.forwards, rows, self._record.device, k_contiguous=True)
 
     def _provider(self, node: Node) -> str:
         if node.op == "attention":
@@ -117,7 +121,7 @@ class GraphBinding:
         self._check_hooks()
         inputs = vllm_inputs(kwargs)
         s = self._settings
-        self._record.tuned = set()
+        self._record.tuned = {}
         settings = graph.Settings(
             tp=s.tp,
             rank=s.rank,
@@ -151,11 +155,12 @@ class GraphBinding:
     def _lora_terms(self) -> Iterator[tuple[str, Callable[..., Outputs]]]:
         for name, (parent, leaf) in self._places.items():
             site, module = self._linears[name], getattr(parent, leaf)
-            if module is not site.layer and active_slices(module):
-                self._record.tuned.add(name)
-                yield name, self._with_lora(site, module)
+            slices = [] if module is site.layer else active_slices(module)
+            if slices:
+                self._record.tuned[name] = slices
+                yield name, self._with_lora(site, slices)
 
-    def _with_lora(self, site: Site, wrapper: Any) -> Callable[..., Outputs]:
+    def _with_lora(self, site: Site, slices: list[LoraSlice]) -> Callable[..., Outputs]:
         def lora(strict: Callable[..., Outputs], x: Tensor) -> Outputs:
             outputs = strict(x)
             widths = [y.shape[1] for y in outputs]
@@ -166,7 +171,7 @@ class GraphBinding:
             y = lora_slices(
                 x.flatten(1).to(site.layer.weight.dtype),
                 torch.cat(outputs, dim=1),
-                active_slices(wrapper),
+                slices,
                 style=lora_style(site.rule, self._settings),
                 provider=self._settings.provider,
             )
@@ -205,12 +210,12 @@ class LiveTensors(Mapping[str, Tensor]):
 
 
 class Record:
-    """Tracer of the last forward: each node's contract and how many rows it gave."""
+    """Tracer of the last forward: each node's contract and how many rows it gave; LoRA terms by node."""
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[str, int]] = {}
         self.device = torch.device("cpu")
-        self.tuned: set[str] = set()
+        self.tuned: dict[str, list[LoraSlice]] = {}
 
     def begin(self, inputs: PackedInputs) -> None:
         """Forget the forward before."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
+from h3_kernels.lora import LoraSlice
 from h3_kernels.providers import GemmCall, choose
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
@@ -51,9 +53,11 @@ def _operator(model: nn.Module, name: str, node: EngineNode) -> str:
 def _linear_and_lora(module: Any, site: Site, settings: Settings) -> Iterator[tuple[str, Binding]]:
     binding = _linear(getattr(module, "base_layer", module), site, settings)
     yield site.name, binding
-    if isinstance(module, BaseLayerWithLoRA) and active_slices(module):
-        engine = External(f"vLLM-Omni {type(module).__name__}")
-        yield f"{site.name}.lora", binding if isinstance(binding, Bound) else engine
+    slices = active_slices(module) if isinstance(module, BaseLayerWithLoRA) else []
+    if slices and isinstance(binding, Bound):
+        yield f"{site.name}.lora", bound_lora(site, slices, settings, site.layer.quant_method.ran)
+    elif slices:
+        yield f"{site.name}.lora", External(f"vLLM-Omni {type(module).__name__}")
 
 
 def _linear(layer: Any, site: Site, settings: Settings) -> Binding:
@@ -83,6 +87,19 @@ def bound_linear(site: Site, settings: Settings, ran: Ran) -> Binding:
     except ProviderError as error:
         return Refused(str(error))
     return Bound(site.rule.contract(settings.contract), provider.name, provider.probe(call, ran.device))
+
+
+def bound_lora(site: Site, slices: Sequence[LoraSlice], settings: Settings, ran: Ran) -> Binding:
+    """The providers of a LoRA term's products: A's of all slices at once, then B's of each."""
+    base = replace(gemm_call(site, settings, ran), has_bias=False)
+    calls = [replace(base, n=sum(len(s.a) for s in slices))]
+    expand = replace(base, units=1, out_dtype=torch.float32, a_layout="k")
+    calls += [replace(expand, n=s.b.shape[0], k=s.b.shape[1]) for s in slices]
+    try:
+        names = {choose(call, settings.provider, ran.device).name for call in calls}
+    except ProviderError as error:
+        return Refused(str(error))
+    return Bound(site.rule.contract(settings.contract), " and ".join(sorted(names)))
 
 
 def gemm_call(site: Site, settings: Settings, ran: Ran) -> GemmCall:
