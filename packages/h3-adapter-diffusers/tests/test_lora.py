@@ -79,6 +79,26 @@ def test_the_term_around_a_row_parallel_linear_shrinks_by_the_unit_tree():
     assert not same(bits(ours), bits(lora_linear(x, base, a, b, 2.0, style=ColumnStyle())))
 
 
+@pytest.mark.parametrize("scope", ["linears", *SCOPES])
+def test_audit_returns_peft_bits_and_compares_with_the_strict_term(scope):
+    model, request = add_lora(build()), fl2va()
+    stock = bits(*velocities(model, request))
+    handle = install_h3_training(model, scope=scope, mode="audit")
+    assert same(bits(*velocities(model, request)), stock)
+    assert all(row.compared for row in handle.audit())
+    if scope != "linears":  # at this size their roundings to bf16 happen to agree
+        assert any(row.differing for row in handle.audit())
+
+
+def test_kept_nodes_have_peft_bits():
+    """With every node kept, the wrapped model has its own bits; with the linears strict, it has others."""
+    model, request = add_lora(build()), fl2va()
+    stock = bits(*velocities(model, request))
+    for overlay, equal in (("*", True), ("*.norm2", False)):
+        with install_h3_training(model, scope="model", overlay=overlay):
+            assert same(bits(*velocities(model, request)), stock) == equal
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 def test_unloading_disabling_and_zero_weights_leave_the_base_bits(scope):
     model, request = build(), fl2va()

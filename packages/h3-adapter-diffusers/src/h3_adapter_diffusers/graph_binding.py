@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from h3_adapter_diffusers import provider_ops
 from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
-from h3_adapter_diffusers.graph_lora import lora_replacements
+from h3_adapter_diffusers.graph_lora import diffusers_terms, strict_terms, with_terms, wrapped_sites
 from h3_adapter_diffusers.linear_binding import bound, fused_flags, gemm_call, restore
 from h3_adapter_diffusers.method import Ran, Settings
 from h3_adapter_diffusers.overlays import Outputs, Replacement, audited, diffusers_arithmetic, expand
@@ -63,7 +63,7 @@ class GraphBinding:
         self._dit = PackedDiT(DiTConfig.from_mapping(dict(config)))
         self._overlay, unmatched = expand(overlay, self._dit.nodes)
         reasons = obstacles(model, sites, contract=settings.contract, tp=settings.tp)
-        reasons += wrapper_obstacles(sites) if settings.mode is Mode.STRICT else []
+        reasons += wrapper_obstacles(sites)
         reasons += [f"overlay {pattern!r} names no node of the graph" for pattern in unmatched]
         reasons += [
             f"{name or 'the model'}: its forward is already replaced on the instance (offload, context parallel or"
@@ -207,7 +207,7 @@ class GraphBinding:
         return slots[video], slots[audio]
 
     def _replacements(self, inputs: PackedInputs) -> dict[str, Replacement]:
-        """The overlay of one forward: kept nodes, audited nodes, and LoRA terms on top."""
+        """The overlay of one forward: kept, audited and replaced nodes, each with its LoRA terms."""
         context = provider_ops.Context(
             self._dit.config,
             self._weights,
@@ -215,17 +215,27 @@ class GraphBinding:
             if self._overlay or self._auditors
             else {},
         )
-        chosen = {
-            name: given or diffusers_arithmetic(context, node)
-            for name, (node, given) in self._overlay.items()
-        }
-        for node in self._dit.nodes:
-            if node.name in self._auditors and node.op in provider_ops.OPERATIONS:
-                chosen[node.name] = audited(diffusers_arithmetic(context, node), self._auditors[node.name])
-        if self._settings.mode is Mode.STRICT:
-            terms = lora_replacements(self._linears, self._settings, inputs, chosen)
-            self._record.tuned = set(terms)
-            chosen |= terms
+        wrapped = wrapped_sites(self._linears)
+        self._record.tuned = set(wrapped)
+        strict = strict_terms(self._settings, inputs)
+
+        def kept(node: Node) -> Replacement:
+            base = diffusers_arithmetic(context, node)
+            sites = wrapped.get(node.name)
+            return with_terms(sites, base, diffusers_terms) if sites else base
+
+        if self._auditors:
+            audited_nodes = [n for n in self._dit.nodes if n.op in provider_ops.OPERATIONS]
+            beside = {node: with_terms(sites, None, strict) for node, sites in wrapped.items()}
+            return {
+                n.name: audited(kept(n), self._auditors[n.name], beside.get(n.name)) for n in audited_nodes
+            }
+        chosen = {node: with_terms(sites, None, strict) for node, sites in wrapped.items()}
+        for name, (node, given) in self._overlay.items():
+            if given is None:
+                chosen[name] = kept(node)
+            else:
+                chosen[name] = with_terms(wrapped[name], given, strict) if name in wrapped else given
         return chosen
 
 

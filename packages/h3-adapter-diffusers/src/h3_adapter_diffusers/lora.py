@@ -87,6 +87,18 @@ def active_terms(name: str, wrapper: Any, dtype: torch.dtype) -> Iterator[LoraTe
                 yield LoraTerm(a, b * scaling, 1.0)
 
 
+def peft_terms(wrapper: Any, y: Tensor, x: Tensor) -> Tensor:
+    """`y` plus the terms the wrapper adds now, as PEFT's own forward computes them; nothing is changed."""
+    if wrapper.disable_adapters or wrapper.merged:
+        return y
+    result = y
+    for adapter in wrapper.active_adapters:
+        if adapter in wrapper.lora_A:
+            a, b, dropout = (side[adapter] for side in (wrapper.lora_A, wrapper.lora_B, wrapper.lora_dropout))
+            result = result + b(a(dropout(x.to(a.weight.dtype)))) * wrapper.scaling[adapter]
+    return result.to(y.dtype)
+
+
 def add_term(
     y: Tensor, x: Tensor, term: LoraTerm, rule: LinearRule, s: Settings, keys: LogicalKeys | None
 ) -> Tensor:

@@ -39,13 +39,18 @@ def diffusers_arithmetic(context: provider_ops.Context, node: Node) -> Replaceme
     return diffusers
 
 
-def audited(provider: Replacement, auditor: Auditor) -> Replacement:
-    """Returns what `provider` gives, and lets `auditor` compare it with the node's own result, row by row."""
+def audited(provider: Replacement, auditor: Auditor, contract: Replacement | None) -> Replacement:
+    """Returns what `provider` gives, and lets `auditor` compare it with the node's own result, row by row.
+
+    `contract` computes the node with its LoRA terms; None if it has none.
+    """
 
     def audit(strict: Replacement, *inputs: Tensor) -> Outputs:
         outputs = provider(strict, *inputs)
         with torch.no_grad():
-            for ours, theirs in zip(strict(*(t.detach() for t in inputs)), outputs, strict=True):
+            detached = [t.detach() for t in inputs]
+            expected = strict(*detached) if contract is None else contract(strict, *detached)
+            for ours, theirs in zip(expected, outputs, strict=True):
                 rows = torch.arange(theirs.shape[0], device=theirs.device)
                 auditor.compare(theirs.detach().flatten(1), ours.flatten(1), rows)
         return outputs
