@@ -1,4 +1,4 @@
-"""The documents run: each `python` and `sh` block of each page, in order, in an empty folder, once in the whole suite."""
+"""The documents run: each `python` and `sh` block of each page, in order, in an empty folder, by exactly one test."""
 
 import os
 import re
@@ -60,7 +60,7 @@ def run(page: Path, folder: Path, given: str = "") -> subprocess.CompletedProces
         (bin_folder / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words}"$@"\n')
         (bin_folder / name).chmod(0o755)
     env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": SOURCES}
-    command = [sys.executable, str(ROOT / "tests" / "run_page.py"), str(page), given]
+    command = [sys.executable, str(ROOT / "tools" / "run_page.py"), str(page), given]
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
@@ -115,12 +115,12 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_files_the_documents_name_exist() -> None:
-    """Paths in code spans: of the repository, of a package's sources, or of the page's own folder."""
+    """Paths in code spans, from the repository's root or a package's."""
     path = re.compile(r"`((?:docs|packages|tests|tools|benchmarks|examples|evidence|requirements)/[\w./-]+)`")
     dead = [
         f"{page.relative_to(ROOT)}: {name}"
         for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
         for name in path.findall(page.read_text())
-        if not (ROOT / name).exists()
+        if not any((root / name).exists() for root in (ROOT, *(ROOT / "packages").iterdir()))
     ]
     assert not dead

@@ -1,4 +1,4 @@
-"""Run the code blocks of one Markdown page in order, in this folder: `python run_page.py PAGE [GIVEN]`.
+"""Run the code blocks of one Markdown page in order, in this folder: `python tools/run_page.py PAGE [GIVEN]`.
 
 `python` blocks share one namespace, `sh` blocks run by `sh -e`, as a reader would who types everything in. GIVEN is
 Python run before the first block: what the page says its reader has already. Tracebacks name the page's own lines.
