@@ -16,12 +16,13 @@ from h3_mapper.errors import (
     QuantisedVariantError,
 )
 from h3_mapper.gguf import read_gguf
+from h3_mapper.judge import judge
 from h3_mapper.plan import atoms, plan, spans, tensors
 from h3_mapper.safetensors_io import DTYPE_BITS, Entry, encode_header, read_header
 from h3_mapper.source import LAYOUT_KEY, open_source
 from h3_mapper.spec import Layout
 from h3_mapper.tp import cut_axis, cut_range, shard_spans
-from h3_mapper.variant_files import convert_variant, judge
+from h3_mapper.variant_files import convert_variant
 from h3_mapper.variants import ATTACHED, VARIANTS
 from mapper_testkit import TINY
 
@@ -416,6 +417,12 @@ def test_already_converted_and_unsound_sources_are_refused(tmp_path):
             "a hybrid: AdaLN widths [8, 24]",
         ),
         ({n: v for n, v in pruned().items() if n != "adaln_t_table"}, "unknown", "half of a pruned model"),
+        (
+            {n: v for n, v in pruned().items() if n != "adaln_t_table"}
+            | {n: v for n, v in full().items() if "time" in n},
+            "unknown",
+            "AdaLN of width 8 (pruned) beside the full model's time_embedder",
+        ),
         (full() | {"time_embedder.table": floats([1], (1,))}, "unknown", "vLLM fork"),
         ({n.replace("mlp.fc1", "ff.fc_in"): v for n, v in full().items()}, "unknown", "FastVideo"),
         ({"model.norm.weight": floats([1], (1,))}, "unknown", "a language model"),

@@ -35,8 +35,8 @@ from h3_mapper.wrappers import unwrap
 def classify(seen: Seen, blobs: Mapping[str, bytes], config: Mapping[str, Any] | None = None) -> Variant:
     """Judge tensors by name, shape and dtype. blobs: contents of `comfy_quant` tensors by tensor name.
 
-    Wrapper prefixes (`model.diffusion_model.`) are taken off first. Never raises for what the tensors are: problems
-    are values.
+    Wrapper prefixes (`model.diffusion_model.`) are taken off first; MapperError if one stands twice. Everything else
+    that is wrong with the tensors is a value: a problem.
     """
     bare = {unwrap(name).name: value for name, value in seen.items()}
     problems: list[str] = []
@@ -93,6 +93,12 @@ def _rule(base: Seen, problems: list[str]) -> VariantRule | None:
         return None
     if table and timed:
         problems.append("a hybrid: adaln_t_table of the pruned model beside time_embedder of the full one")
+        return None
+    if timed and widths == {pruned.width}:
+        full = H3Config().time_embed_dim
+        problems.append(
+            f"a hybrid: AdaLN of width {pruned.width} (pruned) beside the full model's time_embedder (width {full})"
+        )
         return None
     if table:
         return pruned

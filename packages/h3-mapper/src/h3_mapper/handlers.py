@@ -27,8 +27,8 @@ def _threads(args: argparse.Namespace) -> int:
 def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     """`inspect`: one paragraph for each component; exit code 2 if one is not sound."""
     from h3_mapper.inspect import inspect
+    from h3_mapper.judge import describe, judge
     from h3_mapper.source import open_source
-    from h3_mapper.variant_files import describe, judge
 
     if args.path.suffix == ".gguf":
         return _inspect_gguf(args.path)

@@ -1,27 +1,21 @@
-"""Pruned and quantised checkpoints on disk: what they are, and `convert --variant`."""
+"""Pruned and quantised checkpoints on disk: `convert --variant`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from h3_mapper.check import Seen
-from h3_mapper.classify import classify
 from h3_mapper.convert import DEFAULT_THREADS, write_files
 from h3_mapper.digest import Digest
 from h3_mapper.errors import (
     AmbiguousLayoutError,
-    DuplicateTensorError,
-    LayoutMismatchError,
-    MixedLayoutsError,
     QuantisedVariantError,
     SourceError,
     listed,
 )
-from h3_mapper.identify import seen
+from h3_mapper.judge import Judged, judge
 from h3_mapper.output import check_destination, staging, write_text
 from h3_mapper.pieces import OpenComponent, opened
 from h3_mapper.readback import read_back
@@ -31,95 +25,10 @@ from h3_mapper.spec import Layout
 from h3_mapper.stream import Piece, Progress
 from h3_mapper.tp_files import RANK_KEY, TP_KEY, offset_progress
 from h3_mapper.variant_plan import OutTensor, variant_plan
-from h3_mapper.variants import Variant
-from h3_mapper.wrappers import PARTITIONS, unwrap
+from h3_mapper.wrappers import unwrap
 
 QUANT_METADATA = "_quantization_metadata"
 """ComfyUI's file-level JSON: {"layers": {module: {...}}}."""
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A component and what it was found to be. names: bare name -> stored name. layout: None if nobody states it."""
-
-    component: Component
-    variant: Variant
-    names: Mapping[str, str]
-    layout: Layout | None
-    partition: str
-
-    @property
-    def sound(self) -> bool:
-        """Whether it is a known variant without any problem."""
-        return self.variant.rule is not None and not self.variant.problems
-
-    @property
-    def seen(self) -> Seen:
-        """Bare name -> (shape, dtype)."""
-        stored = seen(self.component)
-        return {bare: stored[name] for bare, name in self.names.items()}
-
-
-def judge(component: Component, folder: str = "", stated: Layout | None = None) -> Judged:
-    """Classify one component; reads headers and `comfy_quant` blobs. Raises only for contradictory statements."""
-    stored = seen(component)
-    names: dict[str, str] = {}
-    for name in stored:
-        bare = unwrap(name).name
-        if bare in names:
-            raise DuplicateTensorError(
-                f"{component.path}: {name} and {names[bare]} are one tensor under two prefixes"
-            )
-        names[bare] = name
-    with opened(component) as files:
-        blobs = {name: files.read(name) for name in stored if name.endswith(".comfy_quant")}
-    variant = classify(stored, blobs, component.config)
-    declared = {Layout(text) for text in component.declared if text in set(Layout)}
-    if len(declared) > 1:
-        raise MixedLayoutsError(f"{component.path}: files declare different layouts: {listed(declared)}")
-    layout = next(iter(declared), stated)
-    if stated and layout is not stated:
-        raise LayoutMismatchError(
-            f"{component.path}: its metadata says {layout} but the caller says {stated}"
-        )
-    if not variant.native:
-        layout = Layout.DIFFUSERS
-    return Judged(component, variant, names, layout, _partition(component, folder))
-
-
-def describe(found: Judged) -> tuple[list[str], dict[str, Any]]:
-    """(lines for people, JSON object) about a judged component."""
-    variant = found.variant
-    counts = ", ".join(f"{count} {dtype}" for dtype, count in sorted(variant.precision.items()))
-    lines = [
-        f"  variant   {variant.name}{'' if variant.rule is None else ': ' + variant.rule.what}",
-        f"  partition {found.partition}",
-        f"  precision {counts}; {'as the variant has it' if found.sound else 'not as a known variant has it'}",
-        *([f"  quantised {len(variant.quantised)} layers"] if variant.quantised else []),
-        *(f"  problem   {problem}" for problem in variant.problems),
-    ]
-    data = {
-        "variant": variant.name,
-        "partition": found.partition,
-        "layout": found.layout,
-        "precision": dict(variant.precision),
-        "quantised": len(variant.quantised),
-        "gates": variant.gates,
-        "problems": list(variant.problems),
-    }
-    return lines, data
-
-
-def _partition(component: Component, folder: str) -> str:
-    """FL2VA or Ref2VA as a folder or file name says it; both have the same names and shapes."""
-    words = [*Path(folder).parts, component.path.name, *(header.path.stem for header in component.headers)]
-    for word in words:
-        if word in PARTITIONS:
-            return f"{PARTITIONS[word]} (named {word})"
-        for partition in set(PARTITIONS.values()):
-            if partition.lower() in word.lower():
-                return f"{partition} (named {word})"
-    return "not stated"
 
 
 def convert_variant(
