@@ -9,7 +9,6 @@ path defines the bits that tests and tiny engines compare; it is not meant to be
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +24,7 @@ from torch.nn.functional import linear
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-import environment  # noqa: E402
+from records import Writer  # noqa: E402
 
 SHAPES = {"qkv_proj": (5376, 1344), "fc1": (7168, 1344), "out_proj": (1344, 1792), "fc2": (1344, 3584)}
 UNITS = {"qkv_proj": 1, "fc1": 1, "out_proj": 8, "fc2": 8}
@@ -112,14 +111,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    found = []
+    writer = Writer(settings.out)
     for cell in cells(settings.rounds):
-        found.append(cell)
-        print(json.dumps(cell), flush=True)
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    settings.out.write_text(
-        json.dumps({"environment": environment.collect(), "cells": found}, indent=1) + "\n"
-    )
+        writer.add(cell)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,13 @@ device.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,44 +27,77 @@ import evidence
 
 ROOT = environment.ROOT
 
-# benchmark name in its records -> (script, further arguments, GPUs it needs)
-BENCHMARKS: dict[str, tuple[str, tuple[str, ...], int]] = {
-    "gemm": ("benchmarks/gemm_h200.py", (), 1),
-    "nodes": ("benchmarks/nodes_h200.py", (), 1),
-    "sync": ("benchmarks/sync.py", (), 1),
+STOP_SECONDS = 20  # what an interrupted step has to write down what it found
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One benchmark script: the name its records carry, its file, and the modules it cannot run without."""
+
+    name: str
+    script: str
+    needs: tuple[str, ...] = ()
+
+
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark("gemm", "benchmarks/gemm_h200.py", ("triton",)),
+        Benchmark("nodes", "benchmarks/nodes_h200.py", ("triton",)),
+        Benchmark("rollout", "benchmarks/rollout_h200.py", ("vllm_omni",)),
+        Benchmark("training", "benchmarks/training_h200.py", ("diffusers", "peft")),
+        Benchmark("sync", "benchmarks/sync.py"),
+    )
 }
 
 
-def python_path() -> str:
-    """The four packages' sources and the tools, for environments where they are not installed."""
+def environ(gpus: int) -> dict[str, str]:
+    """This process's environment, with the four packages' sources and the tools on the path."""
     sources = [str(path / "src") for path in sorted((ROOT / "packages").iterdir())]
-    return os.pathsep.join([*sources, str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([*sources, str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, "H3_GPUS": str(gpus)}
 
 
-def run_tests(scratch: Path, gpus: int) -> dict[str, Any]:
-    """Run every package's GPU tests once; the outcome of every case."""
+def run(command: list[str], gpus: int, limit: float) -> int | None:
+    """Run a step; its exit status, or None when it was interrupted after `limit` seconds."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environ(gpus))
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    return None
+
+
+def run_tests(scratch: Path, gpus: int, limit: float) -> dict[str, Any]:
+    """Run every package's GPU tests once; the outcome of every case that was reached."""
     junit = scratch / "junit.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "packages"]
-    subprocess.run([*command, f"--junitxml={junit}"], cwd=ROOT, env=_environ(gpus), check=False)
+    line = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "packages"]
+    status = run([sys.executable, *line, f"--junitxml={junit}"], gpus, limit)
+    command = " ".join(line) + (f" (interrupted after {limit:.0f} s)" if status is None else "")
     if not junit.exists():
-        return {"command": " ".join(command[1:]), "passed": 0, "failed": 1, "skipped": 0, "cases": []}
-    return evidence.tests_from_junit(junit, " ".join(command[1:]))
+        return {"command": command, "passed": 0, "failed": 1, "skipped": 0, "cases": []}
+    return evidence.tests_from_junit(junit, command)
 
 
-def run_benchmark(subject: str, scratch: Path) -> list[dict[str, Any]] | None:
-    """Run one benchmark; its records, or None when it failed (its own output says why)."""
-    script, arguments, _ = BENCHMARKS[subject]
-    out = scratch / f"{subject}.json"
-    command = [sys.executable, script, *arguments, "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=_environ(1), check=False)
-    if done.returncode or not out.exists():
-        print(f"gpu_matrix: {script} failed with status {done.returncode}", file=sys.stderr)
-        return None
-    return [{"benchmark": subject, **record} for record in records.load(out)]
+def run_benchmark(benchmark: Benchmark, scratch: Path, limit: float) -> tuple[list[records.Record], bool]:
+    """Run one benchmark; its records (those it reached, when it was interrupted) and whether it ended well.
 
-
-def _environ(gpus: int) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": python_path(), "H3_GPUS": str(gpus)}
+    One whose engine is not installed is not run; one record says so.
+    """
+    missing = [module for module in benchmark.needs if importlib.util.find_spec(module) is None]
+    if missing:
+        return [{"benchmark": benchmark.name, "not_run": f"needs {', '.join(missing)}"}], True
+    out = scratch / f"{benchmark.name}.json"
+    status = run([sys.executable, benchmark.script, "--out", str(out)], 1, limit)
+    if status != 0:
+        what = f"interrupted after {limit:.0f} s" if status is None else f"failed with status {status}"
+        print(f"gpu_matrix: {benchmark.script} {what}", file=sys.stderr)
+    return [{"benchmark": benchmark.name, **record} for record in records.load(out)], status == 0
 
 
 def parse() -> argparse.Namespace:
@@ -98,17 +134,17 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    wanted = sorted(BENCHMARKS) if arguments.only is None else arguments.only
+    wanted = list(BENCHMARKS) if arguments.only is None else arguments.only
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         no_tests = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
-        tests = no_tests if arguments.no_tests else run_tests(scratch, arguments.gpus)
-        results = {subject: run_benchmark(subject, scratch) for subject in wanted}
-    made = [record for found in results.values() if found is not None for record in found]
+        tests = no_tests if arguments.no_tests else run_tests(scratch, arguments.gpus, arguments.limit)
+        results = [run_benchmark(BENCHMARKS[name], scratch, arguments.limit) for name in wanted]
+    made = [record for found, _ in results for record in found]
     target = evidence.write(arguments.out, arguments.hardware, seen, tests, made)
     speed_figure(made, target / "figure.png", f"{arguments.hardware.upper()} at {seen['head'][:12]}")
     print(f"gpu_matrix: {tests['passed']} passed, {tests['failed']} failed, {len(made)} records in {target}")
-    return 1 if tests["failed"] or None in results.values() else 0
+    return 0 if tests["failed"] == 0 and all(well for _, well in results) else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,20 @@ from typing import Any
 from environment import collect
 
 Record = dict[str, Any]
+
+
+class Writer:
+    """Collects records and rewrites the file after each, so that a run cut short leaves what it measured."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        """Keep one record and write them all; shows it on stderr."""
+        self.records.append(record)
+        print(json.dumps(record), file=sys.stderr, flush=True)
+        write(self.path, self.records)
 
 
 def write(path: Path, records: Iterable[Record]) -> None:
