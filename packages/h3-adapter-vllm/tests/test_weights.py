@@ -140,6 +140,7 @@ def test_gates_of_a_sparse_model_are_loaded_and_reported(engine, model):
     names = load_h3_weights(fresh, engine.release_state(model).items(), "release")
     assert "blocks.1.attn.to_gate_compress.weight" in names
     assert same_state(fresh, model)
+    engine.run_plain(fresh)
     with install_h3_rollout(fresh) as handle:
         engine.velocities(fresh, [request])
         assert handle.report()["blocks.0.attn.to_gate_compress"].operator == "bf16 ColumnParallelLinear"

@@ -112,10 +112,15 @@ def build(
     with torch.device(device):
         model = MiniMaxH3DiTModel(od_config, diffusers_weights=False).eval()
     if plain_linears and device == "cpu":
-        for module in model.modules():
-            if isinstance(module, LinearBase):
-                module.cpu_linear = torch.nn.functional.linear
+        run_plain(model)
     return model
+
+
+def run_plain(model: nn.Module) -> None:
+    """Let every linear run torch's own on a CPU, its weight as it is; needed again for linears added later."""
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.cpu_linear = torch.nn.functional.linear
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
