@@ -37,6 +37,8 @@ def trainer():
     model.add_adapter(
         LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, init_lora_weights=False)
     )
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        parameter.data = parameter.data.float()
     return model
 
 

@@ -50,6 +50,11 @@ def test_missing_rollout_fields_are_all_named():
         PackedSequence.from_rollout(fields)
 
 
+def test_a_ref2va_rollout_is_told_how_its_layout_is_built():
+    with pytest.raises(ReplayError, match=r"PackedSequence\.from_layout"):
+        PackedSequence.from_rollout({"ref_block_meta": torch.zeros(1, 12, 5)})
+
+
 def test_padding_left_in_is_refused():
     packed = packings()[0].packed
     with pytest.raises(ReplayError, match="strip padding"):

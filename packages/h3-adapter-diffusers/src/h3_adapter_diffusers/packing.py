@@ -85,15 +85,39 @@ class PackedSequence:
                 )
 
     @classmethod
+    def from_layout(cls, layout: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]) -> PackedSequence:
+        """From the seven values that Diffusers' layout blocks return (`build_packed_sequence`,
+        `build_ref2va_packed_sequence`), and verl-omni's `build_ref2va_layout_from_meta` with them:
+        position_ids, token_tags, video, audio and text indices, and how many leading video and audio rows are
+        conditions.
+        """
+        positions, tags, video, audio, text, video_conditions, audio_conditions = layout
+        return cls(
+            position_ids=positions,
+            token_tags=tags,
+            text_indices=text,
+            video_indices=video,
+            audio_indices=audio,
+            video_generated=torch.arange(len(video), device=video.device) >= video_conditions,
+            audio_generated=torch.arange(len(audio), device=audio.device) >= audio_conditions,
+        )
+
+    @classmethod
     def from_rollout(cls, fields: Mapping[str, Any], sample: int = 0) -> PackedSequence:
         """Read sample `sample` of verl-omni's FlowGRPO rollout fields (`h3_seq_len`, `h3_position_ids`, ...).
 
         The fields are batched and padded to a common length; the counts `h3_seq_len`, `h3_video_rows` and
         `h3_audio_rows` say what is real. Optional `h3_audio_update_mask` marks audio references (Ref2VA).
-        Raises ReplayError naming every missing field.
+        A Ref2VA rollout sends reference blocks instead: rebuild its layout and use `from_layout`. Raises
+        ReplayError naming every missing field.
         """
         needed = {f"h3_{name}" for name in (*_FIELDS, "seq_len", "video_rows", "audio_rows")}
         missing = sorted(needed - set(fields))
+        if missing and "ref_block_meta" in fields:
+            raise ReplayError(
+                "a Ref2VA rollout describes its layout by reference blocks; rebuild it with verl-omni's"
+                " build_ref2va_layout_from_meta and pass the result to PackedSequence.from_layout"
+            )
         if missing:
             raise ReplayError(f"rollout lacks {', '.join(missing)}; it has {', '.join(sorted(fields))}")
         seq, video, audio = (

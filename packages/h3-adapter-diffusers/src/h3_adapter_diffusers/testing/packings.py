@@ -94,16 +94,7 @@ def _keyframes(
 
 
 def _request(name: str, layout: Any, config: Mapping[str, Any], generator: torch.Generator) -> Request:
-    positions, tags, video, audio, text, video_conditions, audio_conditions = layout
-    packed = PackedSequence(
-        position_ids=positions,
-        token_tags=tags,
-        text_indices=text,
-        video_indices=video,
-        audio_indices=audio,
-        video_generated=torch.arange(len(video)) >= video_conditions,
-        audio_generated=torch.arange(len(audio)) >= audio_conditions,
-    )
+    packed = PackedSequence.from_layout(layout)
     patch = config["in_channels"] * int(np.prod(config["patch_size"]))
 
     def rows(count: int, width: int) -> Tensor:
@@ -112,7 +103,7 @@ def _request(name: str, layout: Any, config: Mapping[str, Any], generator: torch
     return Request(
         name,
         packed,
-        video=rows(len(video), patch),
-        audio=rows(len(audio), config["audio_in_channels"]),
-        text=rows(len(text), config["text_dim"]).to(torch.bfloat16),
+        video=rows(len(packed.video_indices), patch),
+        audio=rows(len(packed.audio_indices), config["audio_in_channels"]),
+        text=rows(len(packed.text_indices), config["text_dim"]).to(torch.bfloat16),
     )
