@@ -11,9 +11,10 @@ from h3_mapper.cli import main
 from h3_mapper.errors import LayoutError, OutputExistsError, ShapeError
 from h3_mapper.manifest import read_manifest
 from h3_mapper.spec import Layout
+from h3_mapper.sync_proof import LiveDigest, combine, differing, digest_checkpoint
 from h3_mapper.tp_files import convert_shards, open_shard
 from mapper_testkit import TINY
-from test_lora_files import save_base
+from test_lora_files import base_state, save_base
 from test_sync import expected
 
 DTYPES = {"BF16": np.uint16, "F32": np.float32}
@@ -103,6 +104,20 @@ def test_a_plain_slice_of_the_file_would_be_wrong(tmp_path):
     naive = stored[len(stored) // 2 :].tobytes()
     assert len(naive) == len(ours)
     assert naive != ours, "the naive slice must be caught"
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_digest_of_a_checkpoint_on_disk_is_that_of_its_live_tensors(tmp_path, layout):
+    folder = save_base(tmp_path / "source", layout)
+    live = LiveDigest(TINY, Layout.DIFFUSERS)
+    for name, tensor in base_state(Layout.DIFFUSERS).items():
+        live.add(name, tensor)
+    assert digest_checkpoint(folder) == combine(TINY, [live.partials()])
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # the last value of the last tensor, fp32 or bf16
+    file.write_bytes(data)
+    assert len(differing(digest_checkpoint(folder), combine(TINY, [live.partials()]))) == 1
 
 
 def test_command_line_writes_rank_folders_and_shards_are_not_whole_checkpoints(tmp_path, capsys):

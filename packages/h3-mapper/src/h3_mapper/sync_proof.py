@@ -13,11 +13,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from h3_mapper.backends import Array, backend
 from h3_mapper.config import H3Config
-from h3_mapper.errors import MapperError, ShapeError, UnknownNameError, listed
+from h3_mapper.errors import MapperError, ShapeError, SourceError, UnknownNameError, listed
+from h3_mapper.identify import identified_all
 from h3_mapper.plan import atoms, derived
 from h3_mapper.spec import ITEMSIZE, Atom, Layout
 from h3_mapper.tp import cut_axis, cut_range, shard_shape, shard_spans
@@ -166,6 +168,26 @@ def combine(
             )
         digests[atom.name] = sum(piece.value for piece in pieces) & MASK
     return digests
+
+
+def digest_checkpoint(path: Path, stated: Layout | None = None) -> dict[str, int]:
+    """Digests of a checkpoint on disk, for comparing a live engine with the files it should hold. Needs numpy.
+
+    stated: the layout of a native checkpoint that does not declare its own. Raises SourceError if `path` holds several
+    transformers, and as `identified`.
+    """
+    import numpy
+
+    found = identified_all(path, stated)
+    if len(found) != 1:
+        raise SourceError(f"{path}: holds {listed(found)}; point at one transformer")
+    item = next(iter(found.values()))
+    digest = LiveDigest(item.config, item.layout)
+    kinds = {"BF16": "<u2", "F32": "<f4"}
+    for name, (header, entry) in item.component.tensors.items():
+        offset = header.data_start + entry.begin
+        digest.add(name, numpy.memmap(header.path, kinds[entry.dtype], "r", offset, entry.shape))
+    return combine(item.config, [digest.partials()])
 
 
 def differing(one: Mapping[str, int], two: Mapping[str, int]) -> list[str]:

