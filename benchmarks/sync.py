@@ -179,7 +179,8 @@ def records(bench: Bench) -> Iterator[dict[str, Any]]:
         total,
     )
     engine = bench.engine(8, 3)
-    shards = [(torch.empty_like(t), t) for t in engine.values()]
+    names = {kind: name for name, kind in KINDS.items()}
+    shards = [(bench.buffer("copy", tuple(t.shape), names[t.dtype]), t) for t in engine.values()]
     yield bench.compare(
         "load_into, rank 3 of tp 8",
         partial(loaded, bench, engine, 8, 3),

@@ -14,6 +14,7 @@ from h3_mapper.errors import (
     FileFormatError,
     PrunedVariantError,
     QuantisedVariantError,
+    ShapeError,
 )
 from h3_mapper.gguf import read_gguf
 from h3_mapper.judge import judge
@@ -300,6 +301,9 @@ def test_shards_through_convrot_groups_are_refused(tmp_path):
     assert main(arguments) == 2
     with pytest.raises(QuantisedVariantError, match=r"fc2\.weight: columns 0:40 .*ConvRot groups of 16"):
         convert_variant(folder, tmp_path / "out", Layout.MODULE, tp=2)
+    for tp in (0, 3):
+        with pytest.raises(ShapeError, match=f"tp {tp}"):
+            convert_variant(folder, tmp_path / "out", Layout.MODULE, tp=tp)
     assert not (tmp_path / "out").exists()
 
 

@@ -23,6 +23,7 @@ from h3_mapper.shards import DIFFUSERS_STEM, NATIVE_STEM, OutFile, index_json, o
 from h3_mapper.source import LAYOUT_KEY, Component, open_source
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Piece, Progress
+from h3_mapper.tp import check_degree
 from h3_mapper.tp_files import RANK_KEY, TP_KEY, offset_progress
 from h3_mapper.variant_plan import OutTensor, variant_plan
 from h3_mapper.wrappers import unwrap
@@ -59,6 +60,8 @@ def convert_variant(
             "(all q, all k, all v: Comfy files)"
         )
     count = 1 if tp is None else tp
+    if found.variant.config is not None:
+        check_degree(found.variant.config, count)
     ranks = [variant_plan(found.seen, found.variant, found.layout, to, count, rank) for rank in range(count)]
     total = sum(item.nbytes for items in ranks for item in items)
     check_destination(destination, source, total)
