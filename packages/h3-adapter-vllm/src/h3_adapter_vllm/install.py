@@ -32,7 +32,7 @@ from h3_adapter_vllm.survey import Site, find_sites, obstacles
 logger = logging.getLogger(__name__)
 
 _HANDLE = "_h3_handle"  # where a model keeps its handle
-_PROBE_ROWS = 1024  # rows of the call by which providers are chosen before anything is changed
+_PROBE_ROWS = (1, 1024)  # rows of the calls by which providers are chosen before anything is changed
 
 
 class Handle:
@@ -213,13 +213,14 @@ def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle 
 
 
 def _provider_obstacles(sites: list[Site], settings: Settings) -> list[str]:
-    """Choose a provider for every linear once, on its own device: what cannot be served is known before the install."""
+    """Choose providers for every linear, on its own device: what cannot be served is known before the install."""
     reasons = []
     for site in sites:
         device = site.layer.weight.device
-        call = gemm_call(site, settings, Ran(0, _PROBE_ROWS, device, k_contiguous=True))
+        calls = [gemm_call(site, settings, Ran(0, rows, device, k_contiguous=True)) for rows in _PROBE_ROWS]
         try:
-            choose(call, settings.provider, device)
+            for call in calls:
+                choose(call, settings.provider, device)
         except ProviderError as error:
             reasons.append(f"{site.name} (weight on {device}): {error}")
     return reasons
