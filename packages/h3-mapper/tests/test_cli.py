@@ -101,6 +101,62 @@ def test_inspect_describes_what_is_ambiguous_and_what_is_broken(src, tmp_path, c
     assert "MissingTensorError" in out
 
 
+def _put(folder, name, data):
+    folder.mkdir()
+    (folder / name).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a Git LFS pointer"),
+        ("h3.gguf", b"GGUF", "h3-mapper reads no GGUF (h3.gguf)"),
+        ("pytorch_model.bin", b"PK", "pickled weights are never opened (pytorch_model.bin)"),
+        ("snapshots", None, "a hub cache's root: point at a snapshot (snapshots/abc)"),
+        ("model.safetensors", None, "model.safetensors: Is a directory"),
+    ],
+)
+def test_what_people_take_for_a_checkpoint_is_named(tmp_path, capsys, name, data, said):
+    if data is None:
+        (tmp_path / "got" / name / "abc").mkdir(parents=True)
+    else:
+        _put(tmp_path / "got", name, data)
+    code, out, err = call(capsys, "convert", tmp_path / "got", tmp_path / "out", "--to", "release")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--to", "comfy"], "argument --to: 'comfy' is not one of diffusers, release, module"),
+        (["--to", "module", "--digest", "md5"], "argument --digest: 'md5' is not one of xxh3, blake3, none"),
+        ([], "the following arguments are required: --to"),
+    ],
+)
+def test_a_wrong_argument_is_one_line_that_names_the_right_ones(src, tmp_path, capsys, arguments, said):
+    with pytest.raises(SystemExit) as stopped:
+        main(["convert", str(src), str(tmp_path / "out"), *arguments])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"h3-mapper convert: {said}; see h3-mapper convert --help\n"
+
+
+@pytest.mark.parametrize("tp", ["0", "-1"])
+def test_a_degree_below_one_is_refused(src, tmp_path, capsys, tp):
+    code, _, err = call(capsys, "convert", src, tmp_path / "out", "--to", "module", "--tp", tp)
+    assert code == 2
+    assert f"tp {tp} is no degree; this model allows" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_models_config_is_named_with_its_folder(src, tmp_path, capsys):
+    (src / "config.json").write_text('{"model_type": "llama"}')
+    code, _, err = call(capsys, "convert", src, tmp_path / "out", "--to", "release")
+    assert code == 2
+    assert err.startswith(f"h3-mapper: {src}: config.json: model_type is 'llama'")
+
+
 def test_plan_without_a_config_is_the_released_models(capsys):
     code, out, _ = call(capsys, "plan", "--from", "diffusers", "--to", "release")
     assert code == 0

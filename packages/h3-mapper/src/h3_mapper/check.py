@@ -85,7 +85,10 @@ def layout_of(
     for claim, origin in [(next(iter(claims), None), "metadata"), (stated, "caller")]:
         if claim is not None and claim.native != by_names.native:
             kind = "native" if by_names.native else "Diffusers"
-            raise LayoutMismatchError(f"{where}: the names are {kind} but the {origin} says {claim}")
+            right = "release or module" if by_names.native else "diffusers"
+            raise LayoutMismatchError(
+                f"{where}: the names are {kind} but the {origin} says {claim}; expected {right}"
+            )
     if stated and claims and stated not in claims:
         raise LayoutMismatchError(f"{where}: its metadata says {listed(claims)} but the caller says {stated}")
     layout = stated or next(iter(claims), None)
@@ -143,13 +146,15 @@ def refuse_variants(seen: Seen, where: str = "checkpoint") -> None:
         width = next(iter(narrow.values()), "absent")
         raise PrunedVariantError(
             f"{where}: a pruned H3 (AdaLN input width {width}, {listed(marks) or 'no time_embedder'}); "
-            f"expected the full model (width time_embed_dim, {H3Config().time_embed_dim} as released)"
+            f"expected the full model (width time_embed_dim, {H3Config().time_embed_dim} as released); "
+            "`convert --variant` moves it between release and module"
         )
     scales = [name for name in seen if name.rpartition(".")[2] in QUANTISED_MARKS]
     packed = [name for name, (_, dtype) in seen.items() if QUANTISED_DTYPES.fullmatch(dtype)]
     if scales or packed:
         raise QuantisedVariantError(
-            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); convert the BF16 checkpoint instead"
+            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); convert the BF16 checkpoint, "
+            "or this one with `convert --variant` if its scales follow rows"
         )
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from h3_mapper.commands import COMMANDS
 from h3_mapper.errors import MapperError
@@ -46,9 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(as_json: bool, error: Exception) -> int:
+    message = str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        message = f"{error.filename}: {error.strerror}"
     if as_json:
-        print(json.dumps({"error": type(error).__name__, "message": str(error)}, indent=1))
-    print(f"h3-mapper: {error}", file=sys.stderr)
+        print(json.dumps({"error": type(error).__name__, "message": message}, indent=1))
+    print(f"h3-mapper: {message}", file=sys.stderr)
     return BAD_INPUT
 
 
@@ -56,7 +59,7 @@ def _parser(with_lora: bool) -> argparse.ArgumentParser:
     """with_lora: also load the adapter commands, which convert and verify need not wait for."""
     from h3_mapper import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="h3-mapper",
         description="Move MiniMax-H3 transformers between the diffusers, release and module layouts, bit for bit.",
     )
@@ -74,7 +77,14 @@ def _parser(with_lora: bool) -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other error here; the usage is a --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _add(commands: argparse._SubParsersAction[_Parser], command: Command) -> None:
     sub = commands.add_parser(command.name, help=command.help, description=command.help)
     for flags, keywords in command.arguments:
         sub.add_argument(*flags, **keywords)

@@ -6,24 +6,23 @@ from pathlib import Path
 
 from h3_mapper import handlers
 from h3_mapper.digest import Digest
-from h3_mapper.outcome import Command, argument
+from h3_mapper.outcome import Command, argument, one_of
 from h3_mapper.spec import Layout
 
 _FROM = argument(
     "--from",
     dest="stated",
-    type=Layout,
-    choices=list(Layout),
+    type=one_of(Layout),
     metavar="L",
     help="layout of the source: diffusers, release or module (needed for native files that do not state it)",
 )
-_TO = argument("--to", type=Layout, choices=list(Layout), required=True, metavar="L", help="layout to write")
+_TO = argument("--to", type=one_of(Layout), required=True, metavar="L", help="layout to write")
 _THREADS = argument("--threads", type=int, metavar="N", help="worker threads (default: min(4, cores))")
 _DIGEST = argument(
     "--digest",
-    type=Digest,
-    choices=list(Digest),
+    type=one_of(Digest),
     default=Digest.XXH3,
+    metavar="D",
     help="per-atom digests: xxh3 (default), blake3 (cryptographic) or none",
 )
 
@@ -39,7 +38,7 @@ COMMANDS = (
         "show how each tensor is built",
         handlers.run_plan,
         (
-            argument("--from", dest="stated", type=Layout, choices=list(Layout), required=True, metavar="L"),
+            argument("--from", dest="stated", type=one_of(Layout), required=True, metavar="L"),
             _TO,
             argument(
                 "--config", type=Path, metavar="F", help="config.json (default: the released model's sizes)"
@@ -76,8 +75,8 @@ COMMANDS = (
             argument("a", type=Path, metavar="A"),
             argument("b", type=Path, metavar="B"),
             _FROM,
-            argument("--from-a", type=Layout, choices=list(Layout), metavar="L", help="layout of A alone"),
-            argument("--from-b", type=Layout, choices=list(Layout), metavar="L", help="layout of B alone"),
+            argument("--from-a", type=one_of(Layout), metavar="L", help="layout of A alone"),
+            argument("--from-b", type=one_of(Layout), metavar="L", help="layout of B alone"),
             _DIGEST,
             _THREADS,
         ),

@@ -26,7 +26,7 @@ def _threads(args: argparse.Namespace) -> int:
 
 def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     """`inspect`: one paragraph for each component; exit code 2 if one is not sound."""
-    from h3_mapper.inspect import inspect
+    from h3_mapper.inspect import UNSTATED, inspect
     from h3_mapper.judge import describe, judge
     from h3_mapper.source import open_source
 
@@ -35,12 +35,14 @@ def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     found = inspect(args.path, args.stated)
     judged = {name: judge(part, name, args.stated) for name, part in open_source(args.path).items()}
     described = {name: describe(each) for name, each in judged.items()}
-    lines = []
+    lines, layouts = [], {}
     for item in found:
+        variant_only = bool(item.problem) and judged[item.name].sound
+        layouts[item.name] = str(judged[item.name].layout or UNSTATED) if variant_only else item.layout
         lines += [
             f"{item.path}",
-            f"  layout   {item.layout}",
-            f"  tensors  {item.tensors} in {len(item.files)} files, {item.nbytes:,} bytes, {_counts(item.dtypes)}",
+            f"  layout    {layouts[item.name]}",
+            f"  tensors   {item.tensors} in {len(item.files)} files, {item.nbytes:,} bytes, {_counts(item.dtypes)}",
         ]
         if item.config:
             dims = (
@@ -50,12 +52,16 @@ def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
                 "num_attention_heads",
                 "attention_head_dim",
             )
-            lines.append("  config   " + ", ".join(f"{key} {item.config[key]}" for key in (*dims, "ffn_dim")))
+            lines.append(
+                "  config    " + ", ".join(f"{key} {item.config[key]}" for key in (*dims, "ffn_dim"))
+            )
         lines += described[item.name][0]
         if item.problem and not judged[item.name].sound:
-            lines.append(f"  problem  {item.problem}")
+            lines.append(f"  problem   {item.problem}")
+        if variant_only:
+            lines.append("  convert   with --variant")
     sound = all(not item.problem or judged[item.name].sound for item in found)
-    components = [item.to_json() | described[item.name][1] | {"layout": item.layout} for item in found]
+    components = [item.to_json() | described[item.name][1] | {"layout": layouts[item.name]} for item in found]
     return Outcome("\n".join(lines), {"components": components}, OK if sound else BAD_INPUT)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from h3_mapper.check import Seen, check, check_derived, layout_of
 from h3_mapper.config import H3Config
-from h3_mapper.errors import MixedLayoutsError, ShapeError
+from h3_mapper.errors import ConfigError, MixedLayoutsError, ShapeError
 from h3_mapper.infer import infer_config
 from h3_mapper.pieces import opened
 from h3_mapper.plan import derived
@@ -33,7 +33,10 @@ def configuration(component: Component, layout: Layout) -> H3Config:
     """From config.json, or from shapes where there is none; gates as the names say."""
     tensors, where = seen(component), str(component.path)
     if component.config is not None:
-        config = H3Config.from_mapping(component.config)
+        try:
+            config = H3Config.from_mapping(component.config)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
     else:
         config = infer_config(tensors, layout, where)
     return config.with_gates(any(name.endswith("to_gate_compress.weight") for name in tensors))

@@ -13,6 +13,8 @@ from h3_mapper.plan import groups
 from h3_mapper.source import Component, open_source
 from h3_mapper.spec import Layout
 
+UNSTATED = "native (release or module: not stated)"
+
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
@@ -50,7 +52,7 @@ def _inspected(name: str, component: Component, stated: Layout | None) -> Inspec
         except AmbiguousLayoutError:
             # Either native layout passes or fails the same checks: what is not stated is only the row order.
             sound = identified(component, Layout.MODULE).config
-            layout = "native (release or module: not stated)"
+            layout = UNSTATED
         config, count = asdict(sound), len(groups(sound))
     except MapperError as error:
         problem = f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from h3_mapper.stream import Progress
@@ -20,6 +21,18 @@ class Outcome:
     text: str
     data: dict[str, Any] = field(default_factory=dict)
     code: int = OK
+
+
+def one_of(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+    """An argparse type whose refusal names the values there are."""
+
+    def parse(text: str) -> StrEnum:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(kind)}") from None
+
+    return parse
 
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]

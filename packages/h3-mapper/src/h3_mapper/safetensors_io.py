@@ -85,6 +85,8 @@ def _header_text(file: BinaryIO, size: int, path: Path) -> bytes:
     prefix = file.read(8)
     if prefix[:4] == b"GGUF":
         raise FileFormatError(f"{path}: this is a GGUF file; h3-mapper reads safetensors")
+    if prefix == b"version ":
+        raise FileFormatError(f"{path}: a Git LFS pointer, not the file itself; fetch it with git lfs pull")
     if len(prefix) < 8:
         raise TruncatedFileError(f"{path}: {size} bytes is too short for a safetensors file")
     length = int.from_bytes(prefix, "little")
@@ -157,7 +159,9 @@ def _check_tiling(entries: Iterable[Entry], available: int, path: Path) -> None:
             raise OverlapError(f"{path}: {last} and {entry.name!r} overlap at byte {entry.begin}")
         reached, last = entry.end, repr(entry.name)
     if available < reached:
-        raise TruncatedFileError(f"{path}: tensors need {reached} bytes of data and the file has {available}")
+        raise TruncatedFileError(
+            f"{path}: tensors need {reached} bytes of data and the file has {available}; copy or download it again"
+        )
     if available > reached:
         raise TrailingBytesError(f"{path}: {available - reached} bytes follow the last tensor")
 

@@ -67,6 +67,10 @@ class Component:
         return frozenset(h.metadata[LAYOUT_KEY] for h in self.headers if LAYOUT_KEY in h.metadata)
 
 
+PICKLED = frozenset({".bin", ".pt", ".pth", ".ckpt"})
+"""Endings of files that torch.load would unpickle."""
+
+
 def open_source(path: Path) -> dict[str, Component]:
     """Components under `path` by their relative folder (`""` for `path` itself), headers read and checked.
 
@@ -119,10 +123,24 @@ def _shards_of_folder(folder: Path) -> _Shards:
         return _indexed(indexes[0])
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
-        raise SourceError(f"{folder}: no safetensors file, index or transformer/ folder here")
+        raise SourceError(
+            f"{folder}: no safetensors file, index or transformer/ folder here{_instead(folder)}"
+        )
     if len(names) == 1 and not SHARD.fullmatch(names[0]):
         return _Shards((names[0],))
     return _Shards(_family(folder, names))
+
+
+def _instead(folder: Path) -> str:
+    """What lies in a folder without safetensors files, if people take it for a checkpoint."""
+    if (folder / "snapshots").is_dir():
+        found = listed(f"snapshots/{each.name}" for each in (folder / "snapshots").iterdir())
+        return f"; a hub cache's root: point at a snapshot ({found})"
+    if gguf := listed(path.name for path in folder.glob("*.gguf")):
+        return f"; h3-mapper reads no GGUF ({gguf})"
+    if pickled := listed(path.name for path in folder.iterdir() if path.suffix in PICKLED):
+        return f"; pickled weights are never opened ({pickled}): save them as safetensors"
+    return ""
 
 
 def _family(folder: Path, names: list[str]) -> tuple[str, ...]:

@@ -61,7 +61,9 @@ class ShardPlan:
 
 
 def check_degree(config: H3Config, tp: int, rank: int = 0) -> None:
-    """Raise ShapeError unless `tp` divides the heads and every cut dimension, and 0 <= rank < tp."""
+    """Raise ShapeError unless `tp` is positive and divides the heads and every cut dimension, and 0 <= rank < tp."""
+    if tp < 1:
+        raise ShapeError(f"tp {tp} is no degree; {_allowed(config)}")
     if not 0 <= rank < tp:
         raise ShapeError(f"rank {rank} of tp {tp} does not exist; expected 0 <= rank < tp")
     if config.num_attention_heads % tp:

@@ -22,7 +22,7 @@ from h3_mapper.shards import NATIVE_STEM, OutFile, index_json, out_files, parse_
 from h3_mapper.source import LAYOUT_KEY
 from h3_mapper.spec import ITEMSIZE, Layout
 from h3_mapper.stream import Piece, Progress
-from h3_mapper.tp import ShardPlan, ShardTarget, shard, shard_shape, shard_spans, walk
+from h3_mapper.tp import ShardPlan, ShardTarget, check_degree, shard, shard_shape, shard_spans, walk
 
 TP_KEY, RANK_KEY = "h3.tp", "h3.rank"
 """safetensors metadata keys of a shard file: the degree and the rank."""
@@ -117,6 +117,7 @@ def convert_shards(
             f"--tp with --to {to}: engines cut native tensors; write module (or release) shards"
         )
     found = _single(source, stated)
+    check_degree(found.config, tp)
     mapping = plan(found.config, found.layout, to)
     ranks = [shard(mapping, tp, rank) for rank in range(tp)]
     files = [_files(sharded, parse_size(max_shard_size)) for sharded in ranks]
