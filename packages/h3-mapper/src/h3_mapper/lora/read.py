@@ -180,7 +180,7 @@ def _check_order(modules: Mapping[str, Found], order: RowOrder) -> None:
     for what, choices in (("qkv", QkvRows), ("fc1", Fc1Rows)):
         if what in hanging and getattr(order, what) is None:
             raise UnstatedError(
-                f"{hanging[what]}: the row order of a fused {what} cannot be seen; state {what}="
-                f"{' or '.join(choices)}, or the producer's format (kohya, comfy, vllm-omni: stacked; "
+                f"{hanging[what]}: the row order of a fused {what} cannot be seen; state {what}= "
+                f"(--{what}-rows) {' or '.join(choices)}, or the producer's format, --from (kohya, comfy, vllm-omni: stacked; "
                 "flashgen, diffsynth: grouped; all of them gate-first)"
             )

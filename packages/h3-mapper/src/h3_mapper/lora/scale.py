@@ -86,8 +86,8 @@ class Scales:
         if self.assume is not None:
             return _plain(self.assume, rank), "assumed"
         raise UnstatedError(
-            f"{module}: no alpha is recorded for rank {rank}; pass alpha=<number>, or alpha='rank' for scale 1 "
-            "(Diffusers and ComfyUI assume alpha = rank; LightX2V's script assumes 8)"
+            f"{module}: no alpha is recorded for rank {rank}; pass alpha=<number>, or alpha='rank' for scale 1, "
+            "by --alpha on the command line (Diffusers and ComfyUI assume alpha = rank; LightX2V's script assumes 8)"
         )
 
     def _configured(self, module: str, rank: int) -> Fraction:
