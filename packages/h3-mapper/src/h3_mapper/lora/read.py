@@ -181,6 +181,6 @@ def _check_order(modules: Mapping[str, Found], order: RowOrder) -> None:
         if what in hanging and getattr(order, what) is None:
             raise UnstatedError(
                 f"{hanging[what]}: the row order of a fused {what} cannot be seen; state {what}= "
-                f"(--{what}-rows) {' or '.join(choices)}, or the producer's format, --from (kohya, comfy, vllm-omni: stacked; "
-                "flashgen, diffsynth: grouped; all of them gate-first)"
+                f"(--{what}-rows) {' or '.join(choices)}, or the producer's format, --from (kohya, comfy, "
+                "vllm-omni: stacked; flashgen, diffsynth: grouped; all of them gate-first)"
             )
