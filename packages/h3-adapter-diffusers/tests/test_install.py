@@ -257,6 +257,14 @@ def test_what_cannot_be_bound_is_refused_and_nothing_changes(scope, change, mess
     assert handle_of(model) is None
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_provider_that_cannot_serve_is_refused(scope):
+    model = build()
+    with pytest.raises(InstallError, match="no provider is named 'fast'"):
+        install_h3_training(model, scope=scope, provider="fast")
+    assert handle_of(model) is None
+
+
 def test_another_model_is_refused():
     with pytest.raises(InstallError, match="expected a MiniMaxH3Transformer3DModel"):
         install_h3_training(torch.nn.Linear(2, 2))

@@ -107,6 +107,27 @@ def test_partial_gradients_of_the_head_norms_are_refused():
     assert "gradients would cover this rank's heads only" in run_ranks(partial_norms, 2)[0]
 
 
+def unshared_installs():
+    parallel = shard(build())
+    messages = []
+    for rank_one in ({"contract": "h3-parallel-v1-u4"}, {"overlay": "proj_in"}, {"provider": "fast"}):
+        model = build()
+        shard(model)
+        with pytest.raises(InstallError) as caught:
+            install_h3_training(model, tp=parallel, **(rank_one if parallel.rank else {}))
+        messages.append(str(caught.value))
+        assert all("forward" not in vars(module) for module in model.modules())
+    return messages
+
+
+def test_an_install_that_ranks_do_not_share_is_refused_on_both():
+    contract, overlay, provider = zip(*run_ranks(unshared_installs, 2), strict=True)
+    assert all("u4" in message and "u8" in message for message in contract)
+    assert all("overlay=proj_in" in message for message in overlay)
+    assert "rank 1: " in provider[0]
+    assert all("no provider is named 'fast'" in message for message in provider)
+
+
 def reversed_ranks():
     """A wrong plan: every rank takes the shard of its mirror image, so units are added in another order."""
     import torch.distributed as dist

@@ -24,7 +24,6 @@ class KeyedCheckpointing:
     def __init__(self, model: nn.Module, ring: KeyRing) -> None:
         self._modules = [module for module in model.modules() if hasattr(module, "gradient_checkpointing")]
         self._ring = ring
-        self.refresh()
 
     def refresh(self) -> None:
         """Wrap every checkpointing function that is not wrapped yet."""

@@ -36,7 +36,7 @@ from h3_adapter_diffusers import provider_ops
 from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.graph_lora import diffusers_terms, strict_terms, with_terms, wrapped_sites
-from h3_adapter_diffusers.linear_binding import bound, fused_flags, gemm_call, restore
+from h3_adapter_diffusers.linear_binding import bound, fused_flags, gemm_call, provider_obstacles, restore
 from h3_adapter_diffusers.method import Ran, Settings
 from h3_adapter_diffusers.overlays import Outputs, Replacement, audited, diffusers_arithmetic, expand
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
@@ -71,6 +71,7 @@ class GraphBinding:
             for name, module in [("", model), *_blocks(model)]
             if "forward" in vars(module)
         ]
+        reasons = reasons or provider_obstacles(sites, settings)
         if reasons:
             raise InstallError(reasons)
         self._auditors = {n.name: Auditor() for n in self._dit.nodes} if settings.mode is Mode.AUDIT else {}

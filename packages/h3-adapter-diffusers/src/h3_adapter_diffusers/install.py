@@ -26,7 +26,7 @@ from h3_adapter_diffusers.linear_binding import LinearBinding
 from h3_adapter_diffusers.method import Clock, KeyRing, Settings
 from h3_adapter_diffusers.overlays import Replacement
 from h3_adapter_diffusers.report import linear_report, title
-from h3_adapter_diffusers.tensor_parallel import TensorParallel
+from h3_adapter_diffusers.tensor_parallel import TensorParallel, disagreements
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,8 @@ class Handle:
         `enable_gradient_checkpointing`, after the block has ended. Raises LogicalKeysError if a key repeats
         or the number of rows does not fit.
         """
-        with self.settings.ring.using({name: LogicalKeys(value) for name, value in keys.items()}):
+        device = next(self._model.parameters()).device
+        with self.settings.ring.using({name: LogicalKeys(key.to(device)) for name, key in keys.items()}):
             yield
 
     @contextmanager
@@ -183,7 +184,8 @@ def install_h3_training(
         overlay: Nodes left on Diffusers' arithmetic, to learn what each one costs or which one breaks
             parity: names or shell patterns of names, as the report lists them. In scope `model` also a
             mapping from names to replacements `f(strict, *inputs) -> outputs` (`h3_kernels.graph.Settings`).
-        tp: The result of `tensor_parallel.shard`, if the model is sharded.
+        tp: The result of `tensor_parallel.shard`, if the model is sharded. Every rank of its group must then
+            install, with the same arguments.
         contract: Row-parallel contract id. The rollout must state the same.
         provider: A provider of h3-kernels by name, or "auto".
         attention: In scope `model`, a provider of `h3_kernels.attention_providers` by name, or "auto". On CUDA
@@ -217,7 +219,7 @@ def install_h3_training(
                 f"already installed with other arguments ({earlier.settings.describe()}); remove() that handle first"
             ]
         )
-    binding = _binding(model, settings, overlay)
+    binding = _agreed_binding(model, settings, overlay, tp)
     handle = Handle(model, settings, binding)
     logger.info("h3 %s on %s", settings.describe(), type(model).__name__)
     return handle
@@ -227,6 +229,22 @@ def handle_of(model: nn.Module) -> Handle | None:
     """The handle of an installed model, or None."""
     handle: Handle | None = vars(model).get(_HANDLE)
     return handle
+
+
+def _agreed_binding(
+    model: nn.Module, s: Settings, overlay: Overlay | None, tp: TensorParallel | None
+) -> LinearBinding | GraphBinding:
+    """The binding, if every rank of the group makes the same one. Raises InstallError otherwise."""
+    found, reasons = None, []
+    try:
+        found = _binding(model, s, overlay)
+    except InstallError as error:
+        reasons = list(error.reasons)
+    kept = overlay if isinstance(overlay, str) else sorted(overlay or ())
+    reasons += disagreements(tp, f"{s.describe()}, overlay={kept}", reasons)
+    if found is None or reasons:
+        raise InstallError(reasons)
+    return found
 
 
 def _binding(model: nn.Module, s: Settings, overlay: Overlay | None) -> LinearBinding | GraphBinding:

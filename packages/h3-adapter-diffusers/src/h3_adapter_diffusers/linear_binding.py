@@ -22,6 +22,8 @@ from h3_adapter_diffusers.lora import ContractLora, is_wrapper, wrapper_obstacle
 from h3_adapter_diffusers.method import ContractForward, Ran, Settings
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
 
+_PROBE_ROWS = 1024  # rows of the call by which providers are chosen before anything is changed
+
 
 class LinearBinding:
     """The bound linears of one model.
@@ -43,6 +45,7 @@ class LinearBinding:
             wanted = [site for site in self._sites.values() if self._wants(site)]
             reasons += obstacles(model, wanted, contract=settings.contract, tp=settings.tp)
             reasons += wrapper_obstacles(wanted) if settings.mode is Mode.STRICT else []
+            reasons = reasons or provider_obstacles(wanted, settings)
         if reasons:
             raise InstallError(reasons)
         self._checkpointing = KeyedCheckpointing(model, settings.ring)
@@ -183,6 +186,20 @@ def bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> B
     except ProviderError as error:
         return Refused(str(error))
     return Bound(contract, provider.name, provider.probe(call, device))
+
+
+def provider_obstacles(sites: list[Site], s: Settings) -> list[str]:
+    """Linears that no provider can serve: each is chosen once, on its device, so this is known before the
+    install."""
+    reasons = []
+    for site in sites:
+        device = site.linear.weight.device
+        assert isinstance(device, torch.device)
+        try:
+            choose(gemm_call(site, s, Ran(0, _PROBE_ROWS, device, k_contiguous=True)), s.provider, device)
+        except ProviderError as error:
+            reasons.append(f"{site.name} (weight on {device}): {error}")
+    return reasons
 
 
 def gemm_call(site: Site, s: Settings, ran: Ran) -> GemmCall:

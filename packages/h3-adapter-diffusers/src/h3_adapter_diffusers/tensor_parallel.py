@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from h3_kernels.collectives import Collective, TorchDistributedCollective
 from h3_kernels.contract import TP_DEGREES
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class TensorParallel:
     size: int
     rank: int
     collective: Collective
+    group: Any = None
+    """The torch process group; None is the default one."""
 
 
 def shard(model: nn.Module, group: Any = None, *, form: Any = "gather") -> TensorParallel:
@@ -65,7 +68,22 @@ def shard(model: nn.Module, group: Any = None, *, form: Any = "gather") -> Tenso
     for attention in attentions:
         attention.heads //= size
         attention.inner_dim //= size
-    return TensorParallel(size, rank, collective)
+    return TensorParallel(size, rank, collective, group)
+
+
+def disagreements(tp: TensorParallel | None, settings: str, reasons: list[str]) -> list[str]:
+    """What keeps other ranks of the group from installing, or from installing the same. Every rank must call
+    this."""
+    if tp is None or tp.size == 1:
+        return []
+    stated: list[tuple[str, list[str]]] = [("", [])] * tp.size
+    dist.all_gather_object(stated, (settings, reasons), group=tp.group)
+    found = [
+        f"rank {rank} states {other}, rank {tp.rank} {settings}"
+        for rank, (other, _) in enumerate(stated)
+        if other != settings
+    ]
+    return found + [f"rank {r}: {why[0]}" for r, (_, why) in enumerate(stated) if why and r != tp.rank]
 
 
 def local_shard(weight: Tensor, rule: LinearRule, size: int, rank: int) -> Tensor:
