@@ -16,7 +16,13 @@ _FROM = argument(
     metavar="L",
     help="layout of the source: diffusers, release or module (needed for native files that do not state it)",
 )
-_TO = argument("--to", type=one_of(Layout), required=True, metavar="L", help="layout to write")
+_TO = argument(
+    "--to",
+    type=one_of(Layout),
+    required=True,
+    metavar="L",
+    help="layout to write: diffusers, release or module",
+)
 _THREADS = argument("--threads", type=int, metavar="N", help="worker threads (default: min(4, cores))")
 _DIGEST = argument(
     "--digest",
@@ -50,8 +56,13 @@ COMMANDS = (
         "write SRC in another layout as the new folder DST",
         handlers.run_convert,
         (
-            argument("source", type=Path, metavar="SRC"),
-            argument("destination", type=Path, metavar="DST"),
+            argument(
+                "source",
+                type=Path,
+                metavar="SRC",
+                help="folder, .safetensors file, index, or root of transformer*/",
+            ),
+            argument("destination", type=Path, metavar="DST", help="a new folder; complete or absent"),
             _TO,
             _FROM,
             argument(
