@@ -49,7 +49,7 @@ def legal_providers(name, rows, units):
     tree_gemm(
         *random_inputs(1, 8, 16, device="cuda"), units=1, out_dtype=BF16
     )  # registers the CUDA providers
-    return [p.name for p in registered() if p.refuses(call) is None]
+    return [p.name for p in registered(call) if p.refuses(call) is None]
 
 
 @pytest.mark.parametrize("make", INPUTS.values(), ids=INPUTS)

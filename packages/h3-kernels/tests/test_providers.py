@@ -44,13 +44,23 @@ def test_the_highest_priority_that_is_legal_serves_and_is_probed_once():
     first, second = Recorder("first", refusal="M below 64"), Recorder("second")
     register(first, 20)
     register(second, 10)
-    assert [p.name for p in registered()][:2] == ["first", "second"]
     x, weight = random_inputs(3, 4, 16)
+    call = GemmCall(3, 4, 16, 8, x.dtype, x.dtype, "k", "k", False, "cpu", None)
+    assert [p.name for p in registered(call)][:2] == ["first", "second"]
     for _ in range(3):
         call_of(x, weight)
     assert (len(first.calls), len(second.calls), second.probes) == (0, 3, 1)
     call_of(x, weight, provider="reference")
     assert len(second.calls) == 3
+
+
+def test_a_priority_may_depend_on_the_call():
+    few, many = Recorder("few"), Recorder("many")
+    register(few, lambda call: 20 if call.m < 8 else 5)
+    register(many, 10)
+    for rows in (3, 40):
+        call_of(*random_inputs(rows, 4, 16))
+    assert (len(few.calls), len(many.calls)) == (1, 1)
 
 
 def test_a_failed_probe_refuses_and_the_next_candidate_serves():

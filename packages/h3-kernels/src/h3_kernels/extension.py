@@ -64,14 +64,8 @@ class Config(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int32)
         for name in (
-            "tile_m",
-            "tile_n",
-            "tree",
-            "cluster",
-            "a_transposed",
-            "b_transposed",
-            "stages",
-            "shared_bytes",
+            *("tile_m", "tile_n", "leaf", "cluster", "a_transposed", "b_transposed", "swap", "halves"),
+            *("stages", "shared_bytes", "kept_bytes"),
         )
     )
 

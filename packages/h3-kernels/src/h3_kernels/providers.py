@@ -7,6 +7,7 @@ device.
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -84,20 +85,23 @@ class ReferenceProvider:
         return Probe(ok=True, detail="defines the CPU bits")
 
 
-_registry: dict[str, tuple[int, Provider]] = {}
+Priority = Callable[[GemmCall], int]
+_registry: dict[str, tuple[Priority, Provider]] = {}
 
 
-def register(provider: Provider, priority: int) -> None:
-    """Offer ``provider`` to ``choose``; a higher priority is asked first. A name registered again is replaced."""
-    _registry[provider.name] = (priority, provider)
+def register(provider: Provider, priority: int | Priority) -> None:
+    """Offer ``provider`` to ``choose``; the higher priority, which may depend on the call, is asked first.
+
+    A name registered again is replaced.
+    """
+    _registry[provider.name] = (priority if callable(priority) else lambda _: priority, provider)
     _chosen.cache_clear()
 
 
-def registered() -> list[Provider]:
-    """Providers in the order ``choose`` asks them."""
-    return [
-        provider for _, provider in sorted(_registry.values(), key=lambda entry: (-entry[0], entry[1].name))
-    ]
+def registered(call: GemmCall) -> list[Provider]:
+    """Providers in the order ``choose`` asks them for ``call``."""
+    ordered = sorted(_registry.values(), key=lambda entry: (-entry[0](call), entry[1].name))
+    return [provider for _, provider in ordered]
 
 
 def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Provider:
@@ -114,9 +118,9 @@ def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = N
 def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Provider:
     if call.device_type == "cuda":
         _load_cuda_providers()
-    candidates = [p for p in registered() if wanted in ("auto", p.name)]
+    candidates = [p for p in registered(call) if wanted in ("auto", p.name)]
     if not candidates:
-        names = ", ".join(p.name for p in registered())
+        names = ", ".join(p.name for p in registered(call))
         raise ProviderError(f"no provider is named {wanted!r}; registered: {names}")
     trace = []
     for provider in candidates:

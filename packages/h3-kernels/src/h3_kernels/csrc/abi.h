@@ -8,7 +8,7 @@ extern "C" {
 typedef struct {
   const void* a;  // bf16 [m, k], or its transpose [k, m] when a_transposed
   const void* b;  // bf16 [n, k], or its transpose [k, n] when b_transposed
-  void* y;        // [m, n], bf16 or fp32
+  void* y;        // [m, n], bf16 or fp32; [n, m] for a configuration that swaps the operands
   const void* bias;
   int64_t m, n, k;
   int64_t a_stride, b_stride, y_stride;  // elements between rows of the arrays as stored
@@ -16,14 +16,19 @@ typedef struct {
   int32_t y_is_float, bias_is_float;
   int32_t units;
   int32_t config;  // index into the table that h3_sm90_config describes
-  int32_t split;   // units per cut of a streamed tile; 0 never cuts a tile
+  int32_t split;   // units per cut of a streamed tile, a multiple of the leaf's; 0 never cuts a tile
   int32_t band;    // tile rows per raster band
   void* scratch;   // at least h3_sm90_scratch() bytes, 16-byte aligned
   void* flags;     // at least h3_sm90_flag_bytes() bytes, zero before the first call; every launch leaves them zero
 } H3Gemm;
 
 typedef struct {
-  int32_t tile_m, tile_n, tree, cluster, a_transposed, b_transposed, stages, shared_bytes;
+  int32_t tile_m, tile_n;
+  int32_t leaf;  // 0: a chain over all of K; 1: units are leaves of the tree; 2: pairs of units are
+  int32_t cluster, a_transposed, b_transposed;
+  int32_t swap;  // a holds the weight rows, b the tokens; y is still [tokens, features]
+  int32_t halves;  // CTAs of a cluster that share a tile's units
+  int32_t stages, shared_bytes, kept_bytes;
 } H3Config;
 
 int h3_sm90_config_count(void);

@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits and arrivals keep the default scope. Cluster scope makes ptxas emit CCTL.IVALL (drop the L1) after every wait
+// The ring's waits and arrivals keep the default scope. Cluster scope makes ptxas emit CCTL.IVALL (drop the L1) after every wait
 // and MEMBAR.ALL.GPU before every arrival, which cost 40 to 170% of the whole GEMM. Nothing here needs it: stages are
 // written by the copy engine and read by wgmma, whose completion the mbarrier and wait_group order.
 
@@ -40,6 +40,17 @@ __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_
 
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives with cluster-wide release: what this thread, and the threads it has synchronised with, stored before is
+// visible to a thread of the other CTA that waits with barrier_wait_cluster.
+__device__ __forceinline__ void barrier_arrive_release_cluster(uint32_t barrier, uint32_t cta) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}\n" ::"r"(barrier),
+      "r"(cta)
+      : "memory");
 }
 
 // H3_SPIN_LIMIT (debug builds) turns a wait that can never end into a trap with an error code instead of a hang.
@@ -65,6 +76,42 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t phase) {
   }
 }
 
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t phase) {
+  uint32_t done = 0;
+  uint32_t spins = 0;
+  while (!done) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(done)
+        : "r"(barrier), "r"(phase)
+        : "memory");
+    H3_SPIN_GUARD(spins);
+  }
+}
+
+// The address, in the cluster's window, of `address` in CTA `cta`.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t cta) {
+  uint32_t remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(cta));
+  return remote;
+}
+
+__device__ __forceinline__ void cluster_store(uint32_t address, float x, float y, float z, float w) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+               : "memory");
+}
+
+__device__ __forceinline__ float4 shared_load(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared::cta.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
 // Copies one box of a 2D tensor map to shared memory; `x` is the contiguous coordinate. Elements outside the tensor
 // arrive as zeros. The barrier counts the bytes.
 __device__ __forceinline__ void copy_box(const CUtensorMap* map, uint32_t barrier, uint32_t target, int x, int y) {
@@ -82,6 +129,11 @@ __device__ __forceinline__ void copy_box_multicast(const CUtensorMap* map, uint3
       " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(target),
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask)
       : "memory");
+}
+
+// Brings one box from memory into L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x, int y) {
+  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {

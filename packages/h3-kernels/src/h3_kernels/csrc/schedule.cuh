@@ -18,6 +18,8 @@
 
 namespace h3 {
 
+H3_BOTH constexpr int min_of(int a, int b) { return a < b ? a : b; }
+
 constexpr int kMaxClusters = 160;  // more than the SMs of any Hopper part
 
 struct Piece {
@@ -77,6 +79,13 @@ struct Cursor {
     return true;
   }
 };
+
+// Units a cluster computes in all.
+H3_BOTH int units_of(const Schedule& s, int cluster) {
+  const Cursor cursor(s, cluster);
+  const int waves = cluster < s.whole ? (s.whole - cluster + s.clusters - 1) / s.clusters : 0;
+  return waves * s.units + cursor.end - cursor.position;
+}
 
 // The cluster that computes unit `unit` of a streamed tile, and the unit of that tile at which its piece ends.
 H3_BOTH int owner_of(const Schedule& s, int tile, int unit) { return ((tile - s.whole) * s.units + unit) / s.chunk; }

@@ -11,25 +11,43 @@ struct Entry {
   H3Config config;
   const void* kernel;
   int64_t fragment_bytes;
-  bool global_level;  // level 2 lives in scratch
+  int64_t kept_bytes;  // scratch of one CTA for nodes that wait
 };
 
 template <class C>
 Entry entry() {
-  return {{kTileM, C::kTileN, C::kTree, C::kCluster, C::kTransA, C::kTransB, C::kStages, C::kSharedBytes},
+  return {{kTileM, C::kTileN, static_cast<int>(C::kLeaf), C::kCluster, C::kTransA, C::kTransB, C::kSwap, C::kHalves,
+           C::kStages, C::kSharedBytes, C::kGlobalSlots * C::kSlotBytes},
           reinterpret_cast<const void*>(&tree_gemm_sm90<C>),
           C::kFragmentBytes,
-          C::kTree && C::home(2) == Home::kGlobal};
+          C::kGlobalSlots * C::kSlotBytes};
 }
 
-// Columns, tree, CTAs per cluster, A transposed, B transposed. Which serves which shape: tuning.py, with measurements.
+// Columns, leaf, CTAs that share B, A transposed, B transposed, stages, operands swapped, halves of the units.
 const Entry kEntries[] = {
-    entry<Config<192, true, 2, 0, 0>>(),  entry<Config<168, true, 2, 0, 0>>(),  entry<Config<128, true, 2, 0, 0>>(),
-    entry<Config<168, true, 1, 0, 0>>(),  entry<Config<128, true, 1, 0, 0>>(),  entry<Config<112, true, 1, 0, 0>>(),
-    entry<Config<256, false, 2, 0, 0>>(), entry<Config<192, false, 2, 0, 0>>(), entry<Config<224, false, 1, 0, 0>>(),
-    entry<Config<168, false, 1, 0, 0>>(), entry<Config<112, false, 1, 0, 0>>(), entry<Config<192, true, 2, 0, 1>>(),
-    entry<Config<128, true, 1, 0, 1>>(),  entry<Config<256, false, 2, 0, 1>>(), entry<Config<128, false, 1, 0, 1>>(),
-    entry<Config<256, false, 2, 1, 1>>(), entry<Config<128, false, 1, 1, 1>>(),
+    entry<Config<192, Leaf::kPair, 2, 0, 0, 4>>(),
+    entry<Config<168, Leaf::kPair, 2, 0, 0, 4>>(),
+    entry<Config<128, Leaf::kPair, 2, 0, 0, 5>>(),
+    entry<Config<168, Leaf::kPair, 2, 0, 0, 5>>(),
+    entry<Config<128, Leaf::kPair, 1, 0, 0, 5>>(),
+    entry<Config<16, Leaf::kUnit, 1, 0, 0, 10, true>>(),
+    entry<Config<32, Leaf::kUnit, 1, 0, 0, 9, true>>(),
+    entry<Config<72, Leaf::kUnit, 1, 0, 0, 8, true>>(),
+    entry<Config<128, Leaf::kUnit, 1, 0, 0, 5, true>>(),
+    entry<Config<32, Leaf::kUnit, 1, 0, 0, 8, true, 2>>(),
+    entry<Config<72, Leaf::kUnit, 1, 0, 0, 7, true, 2>>(),
+    entry<Config<128, Leaf::kUnit, 1, 0, 0, 5, true, 2>>(),
+    entry<Config<256, Leaf::kChain, 2, 0, 0, 4>>(),
+    entry<Config<192, Leaf::kChain, 2, 0, 0, 5>>(),
+    entry<Config<224, Leaf::kChain, 1, 0, 0, 5>>(),
+    entry<Config<168, Leaf::kChain, 1, 0, 0, 6>>(),
+    entry<Config<192, Leaf::kPair, 2, 0, 1, 4>>(),
+    entry<Config<128, Leaf::kPair, 2, 0, 1, 5>>(),
+    entry<Config<128, Leaf::kUnit, 1, 0, 1, 5>>(),
+    entry<Config<256, Leaf::kChain, 2, 0, 1, 4>>(),
+    entry<Config<128, Leaf::kChain, 1, 0, 1, 7>>(),
+    entry<Config<256, Leaf::kChain, 2, 1, 1, 4>>(),
+    entry<Config<128, Leaf::kChain, 1, 1, 1, 7>>(),
 };
 constexpr int kEntryCount = sizeof(kEntries) / sizeof(kEntries[0]);
 
@@ -43,9 +61,12 @@ int validate(const H3Gemm& g) {
   if (g.config < 0 || g.config >= kEntryCount) return kBadConfig;
   const H3Config& c = kEntries[g.config].config;
   if (c.a_transposed != g.a_transposed || c.b_transposed != g.b_transposed) return kBadConfig;
+  const int leaf_units = c.leaf == static_cast<int>(Leaf::kPair) ? 2 : 1;
   const int levels = log2_units(g.units);
-  if (levels < 0 || (levels > 0 && !c.tree)) return kBadConfig;
-  if (g.m < 1 || g.n < 8 || g.k < 1 || g.n % 8 != 0 || g.m > INT32_MAX || g.n > INT32_MAX || g.k > INT32_MAX)
+  if (levels < 0 || g.units < leaf_units || (c.leaf == static_cast<int>(Leaf::kChain) && levels > 0)) return kBadConfig;
+  if (g.split % leaf_units != 0 || g.units < c.halves || (c.halves > 1 && g.split != 0)) return kBadConfig;
+  const int64_t features = c.swap ? g.m : g.n;
+  if (g.m < 1 || g.n < 1 || g.k < 1 || features % 8 != 0 || g.m > INT32_MAX || g.n > INT32_MAX || g.k > INT32_MAX)
     return kBadShape;
   if (g.units > 1 && g.k % (g.units * kStageK) != 0) return kBadShape;
   if (g.a_stride % 8 != 0 || g.b_stride % 8 != 0 || g.y_stride % 8 != 0) return kBadLayout;
@@ -68,12 +89,12 @@ Schedule plan(const H3Gemm& g, int clusters) {
   return s;
 }
 
-int64_t level_bytes(const H3Gemm& g, const Schedule& s) {
+int64_t kept_bytes_of(const H3Gemm& g, const Schedule& s) {
   const Entry& e = kEntries[g.config];
-  return e.global_level && g.units == 8 ? s.clusters * e.config.cluster * e.fragment_bytes : 0;
+  return g.units > 2 ? s.clusters * e.config.cluster * e.config.halves * e.kept_bytes : 0;
 }
 
-int64_t node_bytes(const H3Gemm& g, const Schedule& s) {
+int64_t node_bytes_of(const H3Gemm& g, const Schedule& s) {
   const Entry& e = kEntries[g.config];
   return s.first_node[s.clusters] * e.config.cluster * e.fragment_bytes;
 }
@@ -116,13 +137,13 @@ int encode_maps(const H3Gemm& g, GemmParams& p) {
 
 int launch(const Entry& e, GemmParams& p, cudaStream_t stream) {
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(p.schedule.clusters * e.config.cluster);
+  launch.gridDim = dim3(p.schedule.clusters * e.config.cluster * e.config.halves);
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = e.config.shared_bytes;
   launch.stream = stream;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = e.config.cluster;
+  cluster.val.clusterDim.x = e.config.cluster * e.config.halves;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   launch.attrs = &cluster;
   launch.numAttrs = 1;
@@ -148,12 +169,12 @@ int clusters_on(int config, int* clusters) {
   error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(processors / e.config.cluster * e.config.cluster);
+  launch.gridDim = dim3(processors / 2 * 2);
   launch.blockDim = dim3(kThreads);
   launch.dynamicSmemBytes = e.config.shared_bytes;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = e.config.cluster;
+  cluster.val.clusterDim.x = e.config.cluster * e.config.halves;
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   launch.attrs = &cluster;
   launch.numAttrs = 1;
@@ -188,7 +209,7 @@ int h3_sm90_scratch(const H3Gemm* call, int clusters, int64_t* bytes, int32_t* n
   const int code = h3::validate(*call);
   if (code != h3::kOk) return code;
   const h3::Schedule s = h3::plan(*call, clusters);
-  *bytes = h3::level_bytes(*call, s) + h3::node_bytes(*call, s);
+  *bytes = h3::kept_bytes_of(*call, s) + h3::node_bytes_of(*call, s);
   *nodes = s.first_node[s.clusters];
   return h3::kOk;
 }
@@ -201,8 +222,8 @@ int h3_sm90_gemm(const H3Gemm* call, void* stream) {
   if (code != h3::kOk) return code;
   h3::GemmParams p{};
   p.schedule = h3::plan(*call, clusters);
-  const int64_t levels = h3::level_bytes(*call, p.schedule);
-  if (levels + h3::node_bytes(*call, p.schedule) > 0 && call->scratch == nullptr) return h3::kScratch;
+  const int64_t kept = h3::kept_bytes_of(*call, p.schedule);
+  if (kept + h3::node_bytes_of(*call, p.schedule) > 0 && call->scratch == nullptr) return h3::kScratch;
   code = h3::encode_maps(*call, p);
   if (code != h3::kOk) return code;
   p.m = static_cast<int>(call->m), p.n = static_cast<int>(call->n);
@@ -210,8 +231,8 @@ int h3_sm90_gemm(const H3Gemm* call, void* stream) {
   p.levels = h3::log2_units(call->units);
   p.y = call->y, p.y_stride = call->y_stride, p.y_is_float = call->y_is_float;
   p.bias = call->bias, p.bias_is_float = call->bias_is_float;
-  p.level_scratch = static_cast<float*>(call->scratch);
-  p.node_scratch = reinterpret_cast<float*>(static_cast<char*>(call->scratch) + levels);
+  p.kept_scratch = static_cast<float*>(call->scratch);
+  p.node_scratch = reinterpret_cast<float*>(static_cast<char*>(call->scratch) + kept);
   p.flags = static_cast<uint32_t*>(call->flags);
   return h3::launch(h3::kEntries[call->config], p, static_cast<cudaStream_t>(stream));
 }

@@ -6,110 +6,73 @@
 //   copy: wait empty[s] -> expect bytes on full[s] -> copy A and B boxes
 //   math: wait full[s] -> 4 wgmma steps -> wait for the previous stage's steps -> arrive on that stage's empty
 //
-// A unit's chain starts with an instruction that ignores the accumulator, so nothing is cleared. When a unit ends, the
-// accumulator is carried into the tree like a binary counter: `carry` adds finished left siblings, and keeps what still
-// waits for its right sibling in the level's home. The two math warpgroups drift apart by up to the ring's depth, so
-// one carries while the other keeps the tensor cores busy.
-//
-// Homes, by measurement (docs/measured-facts.md): level 0 in registers; level 1 in registers up to 128 columns, else in
-// shared memory; level 2 in shared memory up to 128 columns, else in global scratch (L2), where it is written and read
-// once a tile. A home is private to a thread, in the layout of its accumulator: no barrier guards it.
+// When a leaf of the tree is done it is carried into the tree like a binary counter (schedule.cuh, Carry): finished left
+// siblings are added, and what still waits for its right sibling is kept (tree_sm90.cuh).
 #pragma once
-#include <cuda_bf16.h>
-
+#include "epilogue_sm90.cuh"
+#include "exchange_sm90.cuh"
 #include "ptx_sm90.cuh"
-#include "schedule.cuh"
+#include "tree_sm90.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace h3 {
 
-constexpr int kTileM = 128;
-constexpr int kStageK = 64;
-constexpr int kMathThreads = 256;
-constexpr int kThreads = kMathThreads + 128;
-constexpr int kMathWarps = kMathThreads / 32;
-constexpr int kMaxLevels = 3;
-constexpr int kSharedLimit = 232448 - 1024;  // a block's limit, less room to align the ring to 1024 bytes
-
-struct GemmParams {
-  CUtensorMap map_a, map_b;
-  Schedule schedule;
-  int m, n;
-  int unit_stages;  // 64-deep stages of one unit's chain
-  int levels;       // log2(units)
-  void* y;
-  int64_t y_stride;
-  int y_is_float;
-  const void* bias;  // null, or [n] in bf16 or fp32
-  int bias_is_float;
-  float* level_scratch;  // [CTAs][128 * kTileN], levels whose home is global
-  float* node_scratch;   // [nodes][kCluster][128 * kTileN]
-  uint32_t* flags;       // [clusters][kCluster][math warps], zero between launches
-};
-
-enum class Home { kRegisters, kShared, kGlobal };
-
-template <int kTileN_, bool kTree_, int kCluster_, int kTransA_, int kTransB_>
-struct Config {
-  static constexpr int kTileN = kTileN_;
-  static constexpr bool kTree = kTree_;
-  static constexpr int kCluster = kCluster_;  // CTAs along M that share one B tile by multicast
-  static constexpr int kTransA = kTransA_, kTransB = kTransB_;
-  static constexpr bool kWide = kTileN > 128;
-  static constexpr int kAccumulators = kTileN / 2;  // a thread's share of 64 x kTileN
-  static constexpr int kBytesA = kTileM * kStageK * 2, kBytesB = kTileN * kStageK * 2;
-  static constexpr int kFragmentBytes = kTileM * kTileN * 4;
-  static constexpr int kLevelBytes = kTree ? kFragmentBytes : 0;  // exactly one level lives in shared memory
-  static constexpr int kStagesFit = (kSharedLimit - kLevelBytes - 1024) / (kBytesA + kBytesB);
-  static constexpr int kStages = kStagesFit < 8 ? kStagesFit : 8;
-  static constexpr int kSharedBytes = 1024 + kStages * (kBytesA + kBytesB) + kLevelBytes + 2 * 8 * kStages;
-  static constexpr int kRegisterLevels = kTree ? (kWide ? 1 : 2) : 0;
-  static_assert(kStages >= 3, "fewer than three stages cannot hide the copies");
-  static_assert(kTransB == 0 || kTileN % 64 == 0, "an N-contiguous B is copied in blocks of 64 columns");
-
-  static H3_BOTH constexpr Home home(int level) {
-    if (level == 0) return Home::kRegisters;
-    if (level == 1) return kWide ? Home::kShared : Home::kRegisters;
-    return kWide ? Home::kGlobal : Home::kShared;
-  }
-};
-
-// A warp's place in the CTA's fragment buffers: vector i of thread t lies at [i][t], so a warp reads 512 bytes in row.
+// A CTA's part of a piece: all of it, or its half of the units.
 template <class C>
-struct Fragment {
-  static __device__ __forceinline__ void store(float* base, const float (&v)[C::kAccumulators]) {
-    float4* out = reinterpret_cast<float4*>(base) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < C::kAccumulators / 4; ++i)
-      out[i * kMathThreads] = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+__device__ __forceinline__ Piece own_part(Piece piece, uint32_t rank) {
+  if constexpr (C::kHalves == 2) {
+    const int half = (piece.last - piece.first) / 2;
+    piece.first += static_cast<int>(rank) * half;
+    piece.last = piece.first + half;
   }
+  return piece;
+}
 
-  // v = left + v: the left operand is the earlier subtree.
-  static __device__ __forceinline__ void add(const float* base, float (&v)[C::kAccumulators]) {
-    const float4* in = reinterpret_cast<const float4*>(base) + threadIdx.x;
+// The CTA's row of tiles within its cluster's.
+template <class C>
+__device__ __forceinline__ int tile_row(int tile_m, uint32_t rank) {
+  return C::kCluster == 1 ? tile_m : tile_m * C::kCluster + static_cast<int>(rank);
+}
+
+// What one CTA copies for one stage: all of its A tile, and its part of the B tile that it hands to all who share it.
+template <class C>
+struct Boxes {
+  static constexpr int kRowsB = C::kTileN / C::kCluster;       // of an operand stored [n, k]
+  static constexpr int kDepthB = kStageK / C::kCluster;        // of one stored [k, n]
+  static constexpr int kBlock = 64 * kStageK * 2;              // bytes of 64 columns of an operand stored [k, n]
+  static constexpr int kPartB = (C::kTransB ? kDepthB : kRowsB) * 128;  // bytes between the CTAs' parts
+  int m, n, k_b;  // k_b: where this CTA's part of B starts within a stage
+
+  __device__ __forceinline__ Boxes(int m, int n, int part)
+      : m(m), n(C::kTransB ? n : n + part * kRowsB), k_b(C::kTransB ? part * kDepthB : 0) {}
+
+  __device__ __forceinline__ void copy(const GemmParams& p, uint32_t barrier, uint32_t a, uint32_t b, int k) const {
+    if constexpr (C::kTransA) {
+      ptx::copy_box(&p.map_a, barrier, a, m, k);
+      ptx::copy_box(&p.map_a, barrier, a + C::kBytesA / 2, m + 64, k);
+    } else {
+      ptx::copy_box(&p.map_a, barrier, a, k, m);
+    }
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators / 4; ++i) {
-      const float4 left = in[i * kMathThreads];
-      v[4 * i] = __fadd_rn(left.x, v[4 * i]);
-      v[4 * i + 1] = __fadd_rn(left.y, v[4 * i + 1]);
-      v[4 * i + 2] = __fadd_rn(left.z, v[4 * i + 2]);
-      v[4 * i + 3] = __fadd_rn(left.w, v[4 * i + 3]);
+    for (int block = 0; block < (C::kTransB ? C::kTileN / 64 : 1); ++block) {
+      const int x = C::kTransB ? n + block * 64 : k, y = C::kTransB ? k + k_b : n;
+      constexpr uint16_t kAll = (1 << C::kCluster) - 1;
+      if constexpr (C::kCluster == 1) ptx::copy_box(&p.map_b, barrier, b + block * kBlock, x, y);
+      else ptx::copy_box_multicast(&p.map_b, barrier, b + block * kBlock, x, y, kAll);
     }
   }
 
-  static __device__ __forceinline__ void copy(const float* from, float* to) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < C::kAccumulators / 4 * kMathThreads; i += kMathThreads)
-      reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-  }
-
-  // Another CTA wrote these: read through L2.
-  static __device__ __forceinline__ void load(const float* base, float (&v)[C::kAccumulators]) {
-    const float4* in = reinterpret_cast<const float4*>(base) + threadIdx.x;
+  // Brings what a later stage reads into L2. The clusters in flight that share a row of A or a column of B reach it at
+  // the same time and would all wait for device memory, so each prefetches its turn of the stages for all.
+  __device__ __forceinline__ void prefetch(const GemmParams& p, int k, int turn_a, int turn_b) const {
+    if (turn_a % kPrefetchTurnsA == 0) {
+      ptx::prefetch_box(&p.map_a, C::kTransA ? m : k, C::kTransA ? k : m);
+      if constexpr (C::kTransA) ptx::prefetch_box(&p.map_a, m + 64, k);
+    }
+    if (turn_b % kPrefetchTurnsB == 0) {
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators / 4; ++i) {
-      const float4 x = __ldcg(in + i * kMathThreads);
-      v[4 * i] = x.x, v[4 * i + 1] = x.y, v[4 * i + 2] = x.z, v[4 * i + 3] = x.w;
+      for (int block = 0; block < (C::kTransB ? C::kTileN / 64 : 1); ++block)
+        ptx::prefetch_box(&p.map_b, C::kTransB ? n + block * 64 : k, C::kTransB ? k + k_b : n);
     }
   }
 };
@@ -118,6 +81,7 @@ struct Fragment {
 template <class C>
 __device__ __forceinline__ void copy_stages(const GemmParams& p, int cluster, uint32_t rank, uint32_t ring,
                                             uint32_t full, uint32_t empty) {
+  const int part = C::kCluster == 1 ? 0 : static_cast<int>(rank);
   int stage = 0;
   uint32_t phase = 0;
   Cursor cursor(p.schedule, cluster);
@@ -125,51 +89,32 @@ __device__ __forceinline__ void copy_stages(const GemmParams& p, int cluster, ui
   while (cursor.next(p.schedule, piece)) {
     int tile_m, tile_n;
     tile_coordinates(p.schedule, piece.tile, tile_m, tile_n);
-    const int m = (tile_m * C::kCluster + static_cast<int>(rank)) * kTileM;
-    const int n = tile_n * C::kTileN;
+    piece = own_part<C>(piece, rank);
+    const Boxes<C> boxes(tile_row<C>(tile_m, rank) * kTileM, tile_n * C::kTileN, part);
     const int stages = (piece.last - piece.first) * p.unit_stages;
     int k = piece.first * p.unit_stages * kStageK;
     for (int i = 0; i < stages; ++i, k += kStageK) {
+      if (C::kCluster > 1 && i < stages - kPrefetchAhead)
+        boxes.prefetch(p, k + kPrefetchAhead * kStageK, i + tile_n, i + tile_m);
       ptx::barrier_wait(empty + 8 * stage, phase ^ 1);
-      const uint32_t a = ring + stage * (C::kBytesA + C::kBytesB), b = a + C::kBytesA, barrier = full + 8 * stage;
-      ptx::barrier_expect(barrier, C::kBytesA + C::kBytesB);
-      if constexpr (C::kTransA) {
-        ptx::copy_box(&p.map_a, barrier, a, m, k);
-        ptx::copy_box(&p.map_a, barrier, a + C::kBytesA / 2, m + 64, k);
-      } else {
-        ptx::copy_box(&p.map_a, barrier, a, k, m);
-      }
-      // Each CTA of the cluster fetches its share of B and hands it to all.
-      constexpr uint16_t kAll = (1 << C::kCluster) - 1;
-      if constexpr (C::kTransB) {
-        constexpr int kRows = kStageK / C::kCluster;
-#pragma unroll
-        for (int block = 0; block < C::kTileN / 64; ++block) {
-          const uint32_t target = b + block * (64 * kStageK * 2) + rank * (kRows * 128);
-          if constexpr (C::kCluster == 1)
-            ptx::copy_box(&p.map_b, barrier, target, n + block * 64, k);
-          else
-            ptx::copy_box_multicast(&p.map_b, barrier, target, n + block * 64, k + static_cast<int>(rank) * kRows, kAll);
-        }
-      } else {
-        constexpr int kRows = C::kTileN / C::kCluster;
-        const uint32_t target = b + rank * (kRows * 128);
-        if constexpr (C::kCluster == 1)
-          ptx::copy_box(&p.map_b, barrier, target, k, n);
-        else
-          ptx::copy_box_multicast(&p.map_b, barrier, target, k, n + static_cast<int>(rank) * kRows, kAll);
-      }
+      const uint32_t a = ring + stage * C::kStageBytes, b = a + C::kBytesA + part * Boxes<C>::kPartB;
+      ptx::barrier_expect(full + 8 * stage, C::kStageBytes);
+      boxes.copy(p, full + 8 * stage, a, b, k);
       if (++stage == C::kStages) stage = 0, phase ^= 1;
     }
   }
 }
 
-// The math warps' end of the ring.
+// The math warps' end of the ring. Between calls at most one stage's steps are in flight, and its shared memory is not
+// yet released; `pending` names that stage.
 template <class C>
 struct Ring {
   uint32_t ring, full, empty;
   int stage;
   uint32_t phase;
+  int pending;
+
+  using Values = float[C::kAccumulators];
 
   // Every math warp tells every CTA whose copies write this stage here.
   __device__ __forceinline__ void release(int finished) {
@@ -181,170 +126,51 @@ struct Ring {
     }
   }
 
-  // One unit: a chain of 16-wide steps from zero, k ascending.
-  __device__ __forceinline__ void chain(float (&d)[C::kAccumulators], int stages, int group) {
+  // Starts one stage's steps and returns when the stage before has finished.
+  template <int kAdd>
+  __device__ __forceinline__ void stage_steps(Values& d) {
     using Step = wgmma::Step<C::kTileN, C::kTransA, C::kTransB>;
     constexpr uint32_t kBlock = 64 * kStageK * 2;  // leading offset of a transposed operand: one 64-wide block
     constexpr int kStepA = (C::kTransA ? 16 * 128 : 32) >> 4, kStepB = (C::kTransB ? 16 * 128 : 32) >> 4;
+    ptx::barrier_wait(full + 8 * stage, phase);
+    const uint32_t base = ring + stage * C::kStageBytes;
+    const uint64_t a = wgmma::descriptor(base + threadIdx.x / 128 * kBlock, C::kTransA ? kBlock : 16, 1024);
+    const uint64_t b = wgmma::descriptor(base + C::kBytesA, C::kTransB ? kBlock : 16, 1024);
+    wgmma::arrive();
+    Step::template run<kAdd>(d, a, b);
 #pragma unroll
-    for (int i = 0; i < C::kAccumulators; ++i) d[i] = 0.0f;
-    wgmma::pin(d);
-    int previous = -1;
-    for (int i = 0; i < stages; ++i) {
-      ptx::barrier_wait(full + 8 * stage, phase);
-      const uint32_t base = ring + stage * (C::kBytesA + C::kBytesB);
-      const uint64_t a = wgmma::descriptor(base + group * (64 * kStageK * 2), C::kTransA ? kBlock : 16, 1024);
-      const uint64_t b = wgmma::descriptor(base + C::kBytesA, C::kTransB ? kBlock : 16, 1024);
-      wgmma::arrive();
-#pragma unroll
-      for (int step = 0; step < kStageK / 16; ++step)
-        Step::run(d, a + step * kStepA, b + step * kStepB);
-      wgmma::commit();
-      wgmma::wait<1>();
-      if (previous >= 0) release(previous);
-      previous = stage;
-      if (++stage == C::kStages) stage = 0, phase ^= 1;
-    }
+    for (int step = 1; step < kStageK / 16; ++step) Step::template run<1>(d, a + step * kStepA, b + step * kStepB);
+    wgmma::commit();
+    wgmma::wait<1>();
+    if (pending >= 0) release(pending);
+    pending = stage;
+    if (++stage == C::kStages) stage = 0, phase ^= 1;
+  }
+
+  // A unit's chain of ascending 16-wide steps from zero: `begin` starts it, `rest` runs it to its last stage, and the
+  // next `begin` or `finish` returns when it is complete.
+  __device__ __forceinline__ void begin(Values& d) { stage_steps<0>(d); }
+  __device__ __forceinline__ void rest(Values& d, int stages) {
+    for (int i = 1; i < stages; ++i) stage_steps<1>(d);
+  }
+  __device__ __forceinline__ void finish() {
     wgmma::wait<0>();
-    wgmma::pin(d);
-    release(previous);
-  }
-};
-
-// Writes a thread's share of the tile. In wgmma's layout value 4j + 2h + c is row g + 8h, column 8j + 2q + c of the
-// warp's 16 rows (g = lane / 4, q = lane % 4). For bf16 the four lanes of a quad trade 4-byte words until each holds
-// 8 neighbouring columns, so that stores are 16 bytes wide.
-template <class C>
-struct Epilogue {
-  static __device__ __forceinline__ void add_bias(const GemmParams& p, float (&d)[C::kAccumulators], int column) {
-#pragma unroll
-    for (int j = 0; j < C::kTileN / 8; ++j) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int n = column + 8 * j + c;
-        if (n >= p.n) continue;
-        const float bias = p.bias_is_float ? static_cast<const float*>(p.bias)[n]
-                                           : __bfloat162float(static_cast<const __nv_bfloat16*>(p.bias)[n]);
-        d[4 * j + c] = __fadd_rn(d[4 * j + c], bias);
-        d[4 * j + 2 + c] = __fadd_rn(d[4 * j + 2 + c], bias);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ uint32_t pack(float low, float high) {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<const uint32_t*>(&pair);
-  }
-
-  static __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int q) {
-    const uint32_t a = __shfl_xor_sync(~0u, q & 1 ? w[0] : w[1], 1), b = __shfl_xor_sync(~0u, q & 1 ? w[2] : w[3], 1);
-    if (q & 1) w[0] = a, w[2] = b;
-    else w[1] = a, w[3] = b;
-    const uint32_t c = __shfl_xor_sync(~0u, q & 2 ? w[0] : w[2], 2), e = __shfl_xor_sync(~0u, q & 2 ? w[1] : w[3], 2);
-    if (q & 2) w[0] = c, w[1] = e;
-    else w[2] = c, w[3] = e;
-  }
-
-  static __device__ __forceinline__ void store(const GemmParams& p, float (&d)[C::kAccumulators], int row0, int n0) {
-    const int lane = threadIdx.x % 32, q = lane % 4, row = row0 + lane / 4;
-    if (p.bias != nullptr) add_bias(p, d, n0 + 2 * q);
-    if (p.y_is_float) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (row + 8 * h >= p.m) continue;
-        float* y = static_cast<float*>(p.y) + (row + 8 * h) * p.y_stride + n0 + 2 * q;
-#pragma unroll
-        for (int j = 0; j < C::kTileN / 8; ++j)
-          if (n0 + 8 * j < p.n) *reinterpret_cast<float2*>(y + 8 * j) = make_float2(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
-      }
-      return;
-    }
-    constexpr int kBlocks = C::kTileN / 8;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool inside = row + 8 * h < p.m;
-      __nv_bfloat16* y = static_cast<__nv_bfloat16*>(p.y) + static_cast<int64_t>(row + 8 * h) * p.y_stride + n0;
-#pragma unroll
-      for (int j = 0; j < kBlocks / 4 * 4; j += 4) {
-        uint32_t w[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) w[i] = pack(d[4 * (j + i) + 2 * h], d[4 * (j + i) + 2 * h + 1]);
-        transpose_quad(w, q);
-        if (inside && n0 + 8 * (j + q) < p.n)
-          *reinterpret_cast<uint4*>(y + 8 * (j + q)) = make_uint4(w[0], w[1], w[2], w[3]);
-      }
-#pragma unroll
-      for (int j = kBlocks / 4 * 4; j < kBlocks; ++j)
-        if (inside && n0 + 8 * j < p.n)
-          *reinterpret_cast<uint32_t*>(y + 8 * j + 2 * q) = pack(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
-    }
-  }
-};
-
-// The tree of one tile, fed with nodes in ascending order of their first unit. Register homes are read and written
-// under a predicate, not a branch: with branches the compiler copies and spills whole fragments where paths meet.
-template <class C>
-struct Tree {
-  static constexpr int kSaved = C::kRegisterLevels > 0 ? C::kRegisterLevels : 1;
-  float saved[kSaved][C::kAccumulators];
-  float* shared_level;
-  float* global_level;
-
-  template <int kLevel>
-  __device__ __forceinline__ float* memory() const {
-    return C::home(kLevel) == Home::kShared ? shared_level : global_level;
-  }
-
-  template <int kLevel>
-  __device__ __forceinline__ void save_if(bool wanted, const float (&v)[C::kAccumulators]) {
-    if constexpr (C::home(kLevel) == Home::kRegisters) {
-#pragma unroll
-      for (int i = 0; i < C::kAccumulators; ++i)
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p mov.f32 %0, %1;}"
-                     : "+f"(saved[kLevel][i])
-                     : "f"(v[i]), "r"(static_cast<int>(wanted)));
-    } else if (wanted) {
-      Fragment<C>::store(memory<kLevel>(), v);
-    }
-  }
-
-  template <int kLevel>
-  __device__ __forceinline__ void add_if(bool wanted, float (&v)[C::kAccumulators]) const {
-    if constexpr (C::home(kLevel) == Home::kRegisters) {
-#pragma unroll
-      for (int i = 0; i < C::kAccumulators; ++i)
-        asm volatile("{.reg .pred p; setp.ne.s32 p, %2, 0; @p add.rn.f32 %0, %1, %0;}"
-                     : "+f"(v[i])
-                     : "f"(saved[kLevel][i]), "r"(static_cast<int>(wanted)));
-    } else if (wanted) {
-      Fragment<C>::add(memory<kLevel>(), v);
-    }
-  }
-
-  // Copies what is kept at a level to another place.
-  template <int kLevel>
-  __device__ __forceinline__ void send(float* target) const {
-    if constexpr (C::home(kLevel) == Home::kRegisters) Fragment<C>::store(target, saved[kLevel]);
-    else Fragment<C>::copy(memory<kLevel>(), target);
-  }
-
-  __device__ __forceinline__ void apply(const Carry& carry, float (&v)[C::kAccumulators]) {
-    add_if<0>(carry.add & 1, v);
-    add_if<1>(carry.add & 2, v);
-    add_if<2>(carry.add & 4, v);
-    save_if<0>(carry.keep == 0, v);
-    save_if<1>(carry.keep == 1, v);
-    save_if<2>(carry.keep == 2, v);
+    release(pending);
+    pending = -1;
   }
 };
 
 template <class C>
 struct Math {
+  using Values = float[C::kAccumulators];
+
   const GemmParams& p;
   int cluster;
   uint32_t rank;
   Ring<C> ring;
   Tree<C> tree;
+  Exchange<C> exchange;
+  Values d, early;
 
   __device__ __forceinline__ float* node(int index) const {
     return p.node_scratch + (static_cast<int64_t>(index) * C::kCluster + rank) * (kTileM * C::kTileN);
@@ -353,62 +179,118 @@ struct Math {
     return p.flags + (of_cluster * C::kCluster + rank) * kMathWarps + threadIdx.x / 32;
   }
 
+  // The next leaf, in d.
+  __device__ __forceinline__ void leaf() {
+    if constexpr (C::kLeaf == Leaf::kPair) {
+      ring.begin(early);
+      finish_pair();
+    } else {
+      ring.begin(d);
+      ring.rest(d, p.unit_stages);
+      ring.finish();
+      wgmma::pin(d);
+    }
+  }
+
+  // The pair whose first stage is in flight.
+  __device__ __forceinline__ void finish_pair() {
+    ring.rest(early, p.unit_stages);
+    ring.begin(d);
+    wgmma::pin(early);
+    ring.rest(d, p.unit_stages);
+    ring.finish();
+    wgmma::pin(d);
+#pragma unroll
+    for (int i = 0; i < C::kAccumulators; ++i) d[i] = __fadd_rn(early[i], d[i]);
+  }
+
+  // A whole tile of pairs, unrolled: while one pair is kept, the next one's first stage is in flight. (In a loop ptxas
+  // would serialise every wgmma, message C7510: it must see what is in flight at each point.)
+  template <int kUnits, int kUnit = 0>
+  __device__ __forceinline__ void whole_tile() {
+    constexpr bool kMore = kUnit + 2 < kUnits;
+    if constexpr (kUnit == 0) ring.begin(early);
+    finish_pair();
+    if constexpr (kUnit % 4 == 2) tree.template add_if<1>(true, d);
+    if constexpr (kUnit % 8 == 6) tree.template add_if<2>(true, d);
+    if constexpr (kMore) ring.begin(early);
+    if constexpr (kMore && kUnit % 4 == 0) tree.template save_if<1>(true, d);
+    if constexpr (kMore && kUnit % 8 == 2) tree.template save_if<2>(true, d);
+    if constexpr (kMore) whole_tile<kUnits, kUnit + 2>();
+  }
+
   // Sends what still waits for a right sibling that another cluster computes: ascending units are descending levels.
   template <int kLevel>
-  __device__ __forceinline__ void send_saved(const Piece& piece, int& sent, bool active) const {
+  __device__ __forceinline__ void send_kept(const Piece& piece, int& sent, bool active) const {
     const int start = ((piece.last >> kLevel) - 1) << kLevel;
     if (kLevel < p.levels && (piece.last >> kLevel) % 2 == 1 && start >= piece.first) {
       if (active) tree.template send<kLevel>(node(p.schedule.first_node[cluster] + sent));
       ++sent;
     }
-    if constexpr (kLevel > 0) send_saved<kLevel - 1>(piece, sent, active);
+    if constexpr (kLevel > C::kFirstLevel) send_kept<kLevel - 1>(piece, sent, active);
   }
 
-  __device__ __forceinline__ void piece(const Piece& piece) {
-    float d[C::kAccumulators];
-    int tile_m, tile_n;
-    tile_coordinates(p.schedule, piece.tile, tile_m, tile_n);
-    const int group = threadIdx.x / 128;
-    const int row = (tile_m * C::kCluster + static_cast<int>(rank)) * kTileM + threadIdx.x / 32 * 16;
-    const bool active = row < p.m;  // a warp with no row of the matrix keeps the protocol and moves no data
-    if constexpr (!C::kTree) {
-      ring.chain(d, p.unit_stages, group);
-    } else {
-      const bool owner = piece.first == 0;
-      const int stop = owner ? p.schedule.units : piece.last;
-      int sent = 0, sender = -1, received = 0;
-      for (int unit = piece.first; unit < stop;) {
-        int level = 0;
-        if (unit < piece.last) {
-          ring.chain(d, p.unit_stages, group);
-        } else {
-          const int from = owner_of(p.schedule, piece.tile, unit);
-          if (from != sender) {
-            sender = from, received = 0;
-            if (threadIdx.x % 32 == 0) ptx::flag_wait_and_clear(flag(from));
-            __syncwarp();
-          }
-          const int size = node_size(unit, piece_end(p.schedule, piece.tile, from));
-          level = 31 - __clz(size);
-          if (active) Fragment<C>::load(node(p.schedule.first_node[from] + received), d);
-          ++received;
-        }
-        const Carry carry(unit, level, p.levels, piece.first);
-        tree.apply(carry, d);
-        if (carry.keep == Carry::kSend) {
-          if (active) Fragment<C>::store(node(p.schedule.first_node[cluster] + sent), d);
-          ++sent;
-        }
-        unit += 1 << level;
-      }
-      if (!owner) {
-        send_saved<kMaxLevels - 1>(piece, sent, active);
-        __syncwarp();  // orders the warp's stores before the release that lane 0 makes for all of them
-        if (threadIdx.x % 32 == 0) ptx::flag_set(flag(cluster));
-        return;
-      }
+  // Waits for the cluster that computed the node at `unit`, once per sender, and loads the node; returns its level.
+  __device__ __forceinline__ int receive(const Piece& piece, int unit, int& sender, int& received, bool active) {
+    const int from = owner_of(p.schedule, piece.tile, unit);
+    if (from != sender) {
+      sender = from, received = 0;
+      if (threadIdx.x % 32 == 0) ptx::flag_wait_and_clear(flag(from));
+      __syncwarp();
     }
-    if (active) Epilogue<C>::store(p, d, row, tile_n * C::kTileN);
+    if (active) Fragment<C>::load(node(p.schedule.first_node[from] + received), d);
+    ++received;
+    return 31 - __clz(node_size(unit, piece_end(p.schedule, piece.tile, from)));
+  }
+
+  // True if this cluster ends up with the root, in d.
+  __device__ __forceinline__ bool fold(const Piece& piece, bool active) {
+    const bool owner = piece.first == 0;
+    const int stop = owner ? p.schedule.units : piece.last;
+    int sent = 0, sender = -1, received = 0;
+    for (int unit = piece.first; unit < stop;) {
+      int level = C::kFirstLevel;
+      if (unit < piece.last) leaf();
+      else level = receive(piece, unit, sender, received, active);
+      const Carry carry(unit, level, p.levels, piece.first);
+      tree.apply(carry, d);
+      if (carry.keep == Carry::kSend) {
+        if (active) Fragment<C>::store(node(p.schedule.first_node[cluster] + sent), d);
+        ++sent;
+      }
+      unit += 1 << level;
+    }
+    if (owner) return true;
+    send_kept<kMaxLevels - 1>(piece, sent, active);
+    __syncwarp();  // orders the warp's stores before the release that lane 0 makes for all of them
+    if (threadIdx.x % 32 == 0) ptx::flag_set(flag(cluster));
+    return false;
+  }
+
+  // Half of the units, then the other half's root from the peer.
+  __device__ __forceinline__ bool halves(const Piece& piece) {
+    for (int unit = piece.first; unit < piece.last; ++unit) {
+      leaf();
+      tree.apply(Carry(unit, 0, p.levels - 1, piece.first), d);
+    }
+    return exchange.trade(d, rank);
+  }
+
+  __device__ __forceinline__ void run() {
+    Cursor cursor(p.schedule, cluster);
+    Piece piece;
+    while (cursor.next(p.schedule, piece)) {
+      int tile_m, tile_n;
+      tile_coordinates(p.schedule, piece.tile, tile_m, tile_n);
+      const int row = tile_row<C>(tile_m, rank) * kTileM + threadIdx.x / 32 * 16;
+      const bool active = row < p.m;  // a warp with no row of the matrix keeps the protocol and moves no data
+      bool root = true;
+      if constexpr (C::kLeaf == Leaf::kChain) leaf();
+      else if (C::kLeaf == Leaf::kPair && piece.last - piece.first == 8) whole_tile<8>();
+      else if (C::kHalves == 2) root = halves(own_part<C>(piece, rank));
+      else root = fold(piece, active);
+      if (root && active) Epilogue<C>::store(p, d, row, tile_n * C::kTileN);
+    }
   }
 };
 
@@ -416,20 +298,26 @@ template <class C>
 __global__ void __launch_bounds__(kThreads, 1) tree_gemm_sm90(const __grid_constant__ GemmParams p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ uint8_t shared[];
-  const uint32_t ring = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const uint32_t level = ring + C::kStages * (C::kBytesA + C::kBytesB);
-  const uint32_t full = level + C::kLevelBytes, empty = full + 8 * C::kStages;
-  const uint32_t rank = C::kCluster == 1 ? 0 : ptx::cluster_rank();
+  const uint32_t start = ptx::shared_address(shared);
+  const uint32_t ring = (start + 1023) & ~1023u;  // swizzled stages lie on 1024-byte boundaries
+  const uint32_t kept = ring + C::kStages * C::kStageBytes;
+  const uint32_t full = kept + C::kSharedSlots * C::kSlotBytes, empty = full + 8 * C::kStages;
+  const uint32_t exchange_full = empty + 8 * C::kStages, exchange_buffer = exchange_full + 16;
+  const uint32_t rank = C::kClusterCtas == 1 ? 0 : ptx::cluster_rank();
   // Blocks start in ascending order; the reversed order lets senders start before the clusters that wait for them.
-  const int cluster = p.schedule.clusters - 1 - static_cast<int>(blockIdx.x) / C::kCluster;
+  const int cluster = p.schedule.clusters - 1 - static_cast<int>(blockIdx.x) / C::kClusterCtas;
   if (threadIdx.x == 0) {
     for (int s = 0; s < C::kStages; ++s) {
       ptx::barrier_init(full + 8 * s, 1);
       ptx::barrier_init(empty + 8 * s, kMathWarps * C::kCluster);  // the math warps of every CTA that a copy reaches
     }
+    if constexpr (C::kHalves == 2) {
+      ptx::barrier_init(exchange_full, kMathWarps / 2);
+      ptx::barrier_init(exchange_full + 8, kMathWarps / 2);
+    }
     ptx::barrier_init_fence();
   }
-  if constexpr (C::kCluster == 1) __syncthreads();
+  if constexpr (C::kClusterCtas == 1) __syncthreads();
   else ptx::cluster_sync();
   if (threadIdx.x >= kMathThreads) {
     ptx::registers_decrease<24>();
@@ -441,16 +329,14 @@ __global__ void __launch_bounds__(kThreads, 1) tree_gemm_sm90(const __grid_const
     __syncwarp();
   } else {
     ptx::registers_increase<240>();
-    Math<C> math{p, cluster, rank, {ring, full, empty, 0, 0}, {}};
-    if constexpr (C::kTree) {
-      math.tree.shared_level = reinterpret_cast<float*>(shared + (level - ptx::shared_address(shared)));
-      math.tree.global_level = p.level_scratch + static_cast<int64_t>(blockIdx.x) * (kTileM * C::kTileN);
-    }
-    Cursor cursor(p.schedule, cluster);
-    Piece piece;
-    while (cursor.next(p.schedule, piece)) math.piece(piece);
+    float4* shared_slots = reinterpret_cast<float4*>(shared + (kept - start)) + threadIdx.x;
+    float4* global_slots = reinterpret_cast<float4*>(p.kept_scratch) + threadIdx.x +
+                           static_cast<int64_t>(blockIdx.x) * (C::kGlobalSlots * kMathThreads);
+    Math<C> math{p, cluster, rank, {ring, full, empty, 0, 0, -1}, {{}, shared_slots, global_slots},
+                 {exchange_buffer, exchange_full, exchange_full + 8, 0}, {}, {}};
+    math.run();
   }
-  if constexpr (C::kCluster > 1) ptx::cluster_sync();  // a peer's copies and arrivals may still reach this CTA
+  if constexpr (C::kClusterCtas > 1) ptx::cluster_sync();  // a peer's copies and arrivals may still reach this CTA
 #endif
 }
 

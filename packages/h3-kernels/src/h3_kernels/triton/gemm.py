@@ -11,7 +11,6 @@ order inside a step is another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,21 +20,8 @@ from h3_kernels.triton.tree import tree_reduce
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
+    from h3_kernels.tuning import Tile
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """One way to run the kernel: tile sizes, pipeline depth, warps, and tile rows walked together for L2."""
-
-    m: int
-    n: int
-    k: int
-    stages: int
-    warps: int
-    persistent: bool = False
-    flatten: bool = False
-    band: int = 8
 
 
 @triton.jit
@@ -60,27 +46,26 @@ def load_block(source, row, column, rows, k_end, stride, R: tl.constexpr, BK: tl
 
 
 @triton.jit
-def gemm_kernel(
-    a, b, y, bias, M, N, K, a_stride, b_stride,
+def walk_tiles(
+    a, b, y, bias, M, N, K, a_stride, b_stride, n_first, n_last,
     UNITS: tl.constexpr, TMA: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, BIAS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Tiles in bands of BAND tile rows; with UNITS > 1, y is fp32 [UNITS, M, N] and tiles of one unit are adjacent."""
+    """Columns [n_first, n_last) in tiles of BM x BN, in bands of BAND tile rows, unit by unit."""
     tiles_m = tl.cdiv(M, BM)
-    tiles_n = tl.cdiv(N, BN)
+    tiles_n = tl.cdiv(n_last - n_first, BN)
     tiles = tiles_m * tiles_n
     unit_k = K // UNITS
     steps = tl.cdiv(unit_k, BK)
     band_tiles = BAND * tiles_n
-    start = tl.program_id(0)
-    for work in tl.range(start, tiles * UNITS, PROGRAMS if PROGRAMS > 0 else tiles * UNITS, flatten=FLATTEN):
+    for work in tl.range(tl.program_id(0), tiles * UNITS, PROGRAMS if PROGRAMS > 0 else tiles * UNITS, flatten=FLATTEN):
         unit = work // tiles
         tile = work % tiles
         first = tile // band_tiles * BAND
         height = min(tiles_m - first, BAND)
         m = (first + tile % band_tiles % height) * BM
-        n = tile % band_tiles // height * BN
+        n = n_first + tile % band_tiles // height * BN
         k0 = unit * unit_k
         acc = tl.zeros((BM, BN), tl.float32)
         for step in range(steps):
@@ -96,9 +81,26 @@ def gemm_kernel(
         else:
             rows = m + tl.arange(0, BM)
             offsets = (unit.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
-            tl.store(
-                y + offsets, acc.to(y.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N)
-            )
+            tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
+
+
+@triton.jit
+def gemm_kernel(
+    a, b, y, b_tail, y_tail, bias, M, N, K, a_stride, b_stride, n_tail,
+    UNITS: tl.constexpr, TMA: tl.constexpr, A_T: tl.constexpr, B_T: tl.constexpr, BIAS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TAIL: tl.constexpr, BAND: tl.constexpr,
+    PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """y [M, N], or fp32 partials [UNITS, M, N]. Columns from n_tail on go in narrower tiles, TAIL columns wide."""
+    walk_tiles(
+        a, b, y, bias, M, N, K, a_stride, b_stride, 0, n_tail,
+        UNITS, TMA, A_T, B_T, BIAS, BM, BN, BK, BAND, PROGRAMS, FLATTEN,
+    )  # fmt: skip
+    if TAIL > 0:
+        walk_tiles(
+            a, b_tail, y_tail, bias, M, N, K, a_stride, b_stride, n_tail, N,
+            UNITS, TMA, A_T, B_T, BIAS, BM, TAIL, BK, BAND, PROGRAMS, FLATTEN,
+        )  # fmt: skip
 
 
 def gemm(
@@ -109,7 +111,7 @@ def gemm(
     a and b are both bf16 or both fp32, each contiguous along K or along M/N. With ``units`` > 1 the fp32 partials take
     ``4 * units * M * N`` bytes of scratch.
     """
-    (m, k), n = a.shape, b.shape[0]
+    m, n = a.shape[0], b.shape[0]
     if units == 1:
         y = torch.empty(m, n, dtype=out_dtype, device=a.device)
         launch(a, b, y, units=1, bias=bias, tile=tile)
@@ -125,20 +127,38 @@ def launch(a: Tensor, b: Tensor, y: Tensor, *, units: int, bias: Tensor | None, 
     a, a_transposed = _stored(a)
     b, b_transposed = _stored(b)
     tma = _tma_reads(a, b, k, units, tile) and (units > 1 or _tma_legal(y))
-    sources: tuple[Any, Any, Any] = (a, b, y)
-    if tma:
-        block_a = [tile.k, tile.m] if a_transposed else [tile.m, tile.k]
-        block_b = [tile.k, tile.n] if b_transposed else [tile.n, tile.k]
-        target = TensorDescriptor.from_tensor(y, [tile.m, tile.n]) if units == 1 else y
-        sources = (TensorDescriptor.from_tensor(a, block_a), TensorDescriptor.from_tensor(b, block_b), target)
-    work = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * units
     programs = _processors(a.device) if tile.persistent else 0
+    n_tail = whole_columns(m, n, tile, programs) if tma and units == 1 else n
+    tail = tile.tail if n_tail < n else 0
+
+    def described(t: Tensor, rows: int, transposed: bool) -> Any:
+        return TensorDescriptor.from_tensor(t, [tile.k, rows] if transposed else [rows, tile.k]) if tma else t
+
+    def target(columns: int) -> Any:
+        return TensorDescriptor.from_tensor(y, [tile.m, columns]) if tma and units == 1 else y
+
+    work = triton.cdiv(m, tile.m) * triton.cdiv(n_tail, tile.n) * units
     return gemm_kernel[(min(work, programs) if programs else work,)](
-        *sources, bias if bias is not None else y, m, n, k, a.stride(0), b.stride(0),
+        described(a, tile.m, a_transposed), described(b, tile.n, b_transposed), target(tile.n),
+        described(b, tail or tile.n, b_transposed), target(tail or tile.n),
+        bias if bias is not None else y, m, n, k, a.stride(0), b.stride(0), n_tail,
         UNITS=units, TMA=tma, A_T=a_transposed, B_T=b_transposed, BIAS=bias is not None,
-        BM=tile.m, BN=tile.n, BK=tile.k, BAND=tile.band, PROGRAMS=programs, FLATTEN=tile.flatten,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        BM=tile.m, BN=tile.n, BK=tile.k, TAIL=tail, BAND=tile.band, PROGRAMS=programs, FLATTEN=tile.flatten,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def whole_columns(m: int, n: int, tile: Tile, programs: int) -> int:
+    """Columns that fill whole waves of ``programs`` tiles; the rest would keep one wave of a few tiles waiting.
+
+    n itself for a tile without a tail, or when there is less than one whole wave or nothing is left over.
+    """
+    if not tile.tail or not programs:
+        return n
+    tiles_m = triton.cdiv(m, tile.m)
+    waves = tiles_m * triton.cdiv(n, tile.n) // programs
+    columns = waves * programs // tiles_m * tile.n
+    return columns if 0 < columns < n else n
 
 
 def _stored(t: Tensor) -> tuple[Tensor, bool]:

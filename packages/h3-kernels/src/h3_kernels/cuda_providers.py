@@ -1,0 +1,207 @@
+"""The providers that run on a CUDA device; registered when the first CUDA operand arrives (providers.py).
+
+The Triton chain defines the bits of a device. Every other provider proves on that device, once per call, that it gives
+the same bits on random and on cancellation inputs; one that does not is refused with the first difference.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from h3_kernels import tuning
+from h3_kernels.binding import Probe
+from h3_kernels.fused import FusedGemm, tree_reduce
+from h3_kernels.providers import GemmCall, register
+
+BMM_SCRATCH = 256 << 20
+"""Bytes of unit partials ``bmm-tree`` holds at once. 16 MB would be 97 rows of out_proj: every chunk reads the whole
+weight again, 4 times stock at 925 rows. 256 MB hold 1560 rows."""
+
+
+class TritonProvider:
+    """The portable kernel (triton/gemm.py); any bf16 or fp32 operands on CUDA."""
+
+    name = "triton"
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Only what is not on a CUDA device."""
+        return _elsewhere(call)
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """See ``h3_kernels.triton.gemm.gemm``."""
+        from h3_kernels.triton.gemm import gemm
+
+        tile = tuning.triton_tile(a.shape[0], b.shape[0], units, fp32=a.dtype == torch.float32)
+        with torch.cuda.device(a.device):
+            return gemm(a, b, units=units, out_dtype=out_dtype, bias=bias, tile=tile)
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Holds by definition."""
+        return Probe(ok=True, detail="defines the bits of a CUDA device")
+
+
+class CublasLtProvider:
+    """cuBLASLt with split-K off: one chain per element. Torch's matmul settings change for the call alone."""
+
+    name = "cublaslt"
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Trees, biases (torch would round before adding), and dtypes other than bf16 in and out."""
+        if call.units != 1:
+            return f"computes one chain, the call has {call.units} units"
+        if call.a_dtype != torch.bfloat16 or call.out_dtype != torch.bfloat16:
+            return f"multiplies bf16 to bf16, the call is {call.a_dtype} to {call.out_dtype}"
+        if call.has_bias:
+            return "would round before it adds the bias"
+        return _elsewhere(call)
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """a times b transposed by ``torch.mm``."""
+        with no_split_k():
+            return torch.mm(a, b.t())
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Compare with the Triton chain: cuBLASLt picks a kernel per shape, so each shape is proven."""
+        return _probe(self.run, call, device)
+
+
+class BmmTreeProvider:
+    """One batched cuBLAS product over the units into fp32 partials, then the tree kernel."""
+
+    name = "bmm-tree"
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Single chains and fp32 operands."""
+        if call.units == 1:
+            return "computes trees, the call is one chain"
+        if call.a_dtype != torch.bfloat16:
+            return f"multiplies bf16, the operands are {call.a_dtype}"
+        return _elsewhere(call)
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """Rows in chunks of BMM_SCRATCH bytes of partials."""
+        (m, _), n = a.shape, b.shape[0]
+        rows = max(1, BMM_SCRATCH // (4 * units * n))
+        b_UKN = _by_unit(b, units).transpose(1, 2)
+        y = torch.empty(m, n, dtype=out_dtype, device=a.device)
+        with torch.cuda.device(a.device), no_split_k():
+            for start in range(0, m, rows):
+                partials = torch.bmm(_by_unit(a[start : start + rows], units), b_UKN, out_dtype=torch.float32)
+                tree_reduce(partials, y[start : start + rows], bias)
+        return y
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Compare with the Triton units and tree: cuBLAS picks a kernel per shape, so each shape is proven."""
+        return _probe(self.run, call, device)
+
+
+class FusedSm90Provider:
+    """The CUDA extension's GEMM with the tree inside (csrc/tree_gemm_sm90.cuh), on compute capability 9.0."""
+
+    name = "fused-sm90"
+
+    def __init__(self) -> None:
+        self._gemm = FusedGemm()
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Other devices, fp32 operands, and shapes no configuration covers; a missing nvcc is a reason too."""
+        if call.capability != (9, 0):
+            return f"is written for compute capability 9.0, the device has {call.capability}"
+        if call.a_dtype != torch.bfloat16:
+            return f"multiplies bf16, the operands are {call.a_dtype}"
+        return _elsewhere(call) or self._gemm.refuses(call)
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """One launch; scratch of at most ``tuning.SCRATCH_LIMIT`` bytes a stream."""
+        return self._gemm.run(a, b, units=units, out_dtype=out_dtype, bias=bias)
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Compare with the Triton chain and tree."""
+        return _probe(self.run, call, device)
+
+
+def register_all() -> None:
+    """Offer the CUDA providers; tuning.py ranks them per call."""
+    for provider in (TritonProvider(), CublasLtProvider(), BmmTreeProvider(), FusedSm90Provider()):
+        register(provider, functools.partial(_rank, provider.name))
+
+
+def _rank(name: str, call: GemmCall) -> int:
+    return tuning.rank(name, call.m, call.n, call.k, call.units)
+
+
+def _elsewhere(call: GemmCall) -> str | None:
+    return None if call.device_type == "cuda" else f"runs on CUDA, the operands are on {call.device_type}"
+
+
+def _by_unit(t: Tensor, units: int) -> Tensor:
+    """[units, rows, K / units] view of [rows, K]."""
+    rows, k = t.shape
+    width = k // units
+    return t.as_strided((units, rows, width), (width * t.stride(1), t.stride(0), t.stride(1)))
+
+
+@contextmanager
+def no_split_k() -> Iterator[None]:
+    """cuBLASLt, and no split-K for bf16, until the block ends; the process's own settings return then.
+
+    These are settings of the process: a bf16 product that another thread launches meanwhile runs without split-K too.
+    """
+    matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
+    library = blas()
+    reduction = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()  # (allowed, split-K allowed)
+    blas("cublaslt")
+    matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = reduction
+        blas(library)
+
+
+Run = Callable[..., Tensor]
+
+
+def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
+    if torch.cuda.is_current_stream_capturing():
+        return Probe(
+            ok=False, detail="cannot be proven during a graph capture: run this shape once before it"
+        )
+    reference = TritonProvider().run
+    compared = 0
+    try:
+        for kind in ("random", "cancellation"):
+            a, b = _probe_inputs(call, device, cancel=kind == "cancellation")
+            bias = torch.randn(call.n, device=device) if call.has_bias else None
+            got = run(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
+            expected = reference(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
+            integer = torch.int16 if call.out_dtype == torch.bfloat16 else torch.int32
+            different = int((got.view(integer) != expected.view(integer)).sum())
+            if different:
+                return Probe(ok=False, detail=f"{different} of {got.numel()} values differ on {kind} inputs")
+            compared += got.numel()
+    except torch.cuda.OutOfMemoryError:
+        return Probe(ok=False, detail="not enough free memory to prove this shape")
+    detail = f"equals the Triton chain on {compared} values of random and cancellation inputs"
+    return Probe(ok=True, detail=detail, compared=compared)
+
+
+def _probe_inputs(call: GemmCall, device: torch.device, *, cancel: bool) -> tuple[Tensor, Tensor]:
+    """a [m, k] and b [n, k] in the call's layouts. Cancelling: the second half of K repeats the first with a's sign
+    flipped and small differences, so that what is left shows the order of the sum."""
+    generator = torch.Generator(device).manual_seed(call.k)
+
+    def operand(rows: int, across: bool) -> Tensor:
+        shape = (call.k, rows) if across else (rows, call.k)
+        values = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16).to(call.a_dtype)
+        return values.t() if across else values
+
+    a, b = operand(call.m, call.a_layout != "k"), operand(call.n, call.b_layout != "k")
+    half = call.k // 2
+    if cancel and half:
+        a[:, half : 2 * half] = -a[:, :half]
+        b[:, half : 2 * half] = b[:, :half] * (1 + 2.0**-6)
+    return a, b

@@ -1,0 +1,163 @@
+"""Which tile serves which call: data, with the measurement beside each row. Bits never depend on a choice made here.
+
+Measured on an H200 (torch 2.11, Triton 3.6, CUDA 13.0), L2 flushed, CUDA graphs, interleaved with stock ``F.linear``;
+ratios are ours / stock in the same run. benchmarks/gemm_h200.py repeats them; docs/measured-facts.md tells the story.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SCRATCH_LIMIT = 16 << 20
+"""Most scratch the fused GEMM may take, in bytes; a plan that needs more is not considered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How the Triton GEMM runs: tile sizes, pipeline depth, warps, and tile rows walked together for L2.
+
+    ``tail`` narrows the tiles after the last whole wave of a persistent grid; 0 keeps ``n``.
+    """
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    persistent: bool = False
+    flatten: bool = False
+    band: int = 8
+    tail: int = 0
+
+
+TRITON_LARGE = Tile(128, 256, 64, 3, 8, persistent=True, flatten=True, tail=64)
+"""More than 128 rows. 925 rows: qkv_proj 1.15 (1.20 without the tail: 672 tiles are 5.09 waves of 132), fc1 1.10.
+8349 rows: 1.02 and 1.00. 256 x 128, 128 x 128 and 64 x 256 tiles were 2 to 30% slower in every cell."""
+
+TRITON_SMALL = tuple(
+    Tile(128, n, 64, stages, 8 if n > 64 else 4) for n, stages in ((256, 3), (128, 6), (64, 8))
+)
+"""Up to 128 rows, widest first: 70 rows, qkv_proj 1.11 and fc1 1.03 at 256 columns, 1.26 at 128, 1.4 at 64."""
+
+TRITON_SMALL_PROGRAMS = 84
+"""A narrower tile is taken until there are this many programs: qkv_proj at 256 columns, measured above."""
+
+TRITON_FP32 = Tile(64, 64, 32, 3, 4)
+"""fp32 operands: fused multiply-adds, no tensor cores; not tuned (patch, audio and output heads only)."""
+
+
+def triton_tile(m: int, n: int, units: int, *, fp32: bool) -> Tile:
+    """The Triton tile for an [m, n] product in ``units`` units."""
+    if fp32:
+        return TRITON_FP32
+    if m > TRITON_LARGE.m:
+        return TRITON_LARGE
+    for tile in TRITON_SMALL:
+        if math.ceil(n / tile.n) * units >= TRITON_SMALL_PROGRAMS:
+            return tile
+    return TRITON_SMALL[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTile:
+    """One configuration compiled into csrc/tree_gemm_sm90.cu, named by its properties, and what it costs.
+
+    ``stage_ns`` is the time of one 64-deep stage in steady state, ``tile_us`` what a tile costs on top (epilogue, tree),
+    both fitted to fc2 and out_proj at 925 rows. ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
+    """
+
+    n: int
+    leaf: str
+    cluster: int
+    stages: int
+    stage_ns: float
+    tile_us: float
+    a_transposed: bool = False
+    b_transposed: bool = False
+    swap: bool = False
+    halves: int = 1
+    split: int = 0
+    band: int = 4
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The properties the library lists for its configurations."""
+        leaf = ("chain", "unit", "pair").index(self.leaf)
+        flags = (self.a_transposed, self.b_transposed, self.swap)
+        return (self.n, leaf, self.cluster, *map(int, flags), self.halves, self.stages)
+
+
+FUSED = (
+    FusedTile(168, "pair", 2, 5, 445, 8.0),
+    FusedTile(192, "pair", 2, 4, 487, 13.0),
+    FusedTile(128, "pair", 2, 5, 371, 7.0),
+    FusedTile(128, "pair", 2, 5, 371, 7.0, split=2),
+    FusedTile(256, "chain", 2, 4, 646, 7.0),
+    FusedTile(192, "chain", 2, 5, 500, 6.0),
+    FusedTile(224, "chain", 1, 5, 700, 3.0),
+    FusedTile(168, "chain", 1, 6, 600, 3.0),
+    FusedTile(192, "pair", 2, 4, 487, 13.0, b_transposed=True),
+    FusedTile(128, "pair", 2, 5, 371, 7.0, b_transposed=True),
+    FusedTile(128, "unit", 1, 5, 450, 7.0, b_transposed=True, split=2),
+    FusedTile(256, "chain", 2, 4, 646, 7.0, b_transposed=True),
+    FusedTile(128, "chain", 1, 7, 450, 4.0, b_transposed=True),
+    FusedTile(256, "chain", 2, 4, 646, 7.0, a_transposed=True, b_transposed=True),
+    FusedTile(128, "chain", 1, 7, 450, 4.0, a_transposed=True, b_transposed=True),
+)
+"""For more than 128 rows; the cheapest by ``cost`` is taken."""
+
+FUSED_SMALL = (
+    FusedTile(16, "unit", 1, 10, 0, 0, swap=True, split=2),
+    FusedTile(32, "unit", 1, 8, 0, 0, swap=True, halves=2),
+    FusedTile(72, "unit", 1, 7, 0, 0, swap=True, halves=2),
+    FusedTile(128, "unit", 1, 5, 0, 0, swap=True, halves=2),
+)
+"""For up to 128 rows in 2 units or more: the narrowest that holds the rows, so that weights are read once. 70 rows: out
+1.13 and fc2 0.99 (u8); sending roots through global flags instead of distributed shared memory 1.14 and 1.03; 112-column
+tiles without the swap 1.34 and 1.16."""
+
+PREFERRED = {
+    # (n, k, units): (rows up to, providers first to last)
+    (28672, 5376, 1): ((128, ("fused-sm90", "cublaslt")),),  # fc1, 70 rows: 0.95 to 0.99 against 0.997
+}
+"""Exceptions to the order of ``rank``."""
+
+
+def cost(tile: FusedTile, m: int, n: int, k: int, units: int, clusters: int) -> float:
+    """Predicted microseconds of the busiest cluster when ``clusters`` are resident."""
+    tiles = math.ceil(m / (128 * tile.cluster)) * math.ceil(n / tile.n)
+    left = tiles % clusters
+    chunk = (
+        math.ceil(left * units / tile.split / clusters) * tile.split
+        if tile.split and tile.split < units
+        else units
+    )
+    busiest = tiles // clusters * units + (min(chunk, units) if left else 0)
+    unit_stages = math.ceil(k / units / 64)
+    return busiest * unit_stages * tile.stage_ns / 1e3 + math.ceil(tiles / clusters) * tile.tile_us
+
+
+def fused_candidates(m: int, units: int, *, a_transposed: bool, b_transposed: bool) -> Sequence[FusedTile]:
+    """Configurations that read these layouts and hold ``units``, small-row ones alone where they apply."""
+    if m <= 128 and units > 1 and not a_transposed and not b_transposed:
+        return [next(tile for tile in FUSED_SMALL if tile.n >= m)]
+    leaves = ("chain",) if units == 1 else ("unit", "pair")
+    return [
+        tile
+        for tile in FUSED
+        if tile.leaf in leaves and (tile.a_transposed, tile.b_transposed) == (a_transposed, b_transposed)
+    ]
+
+
+def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
+    """Where ``provider`` stands for a call: the highest is asked first.
+
+    One chain: cuBLASLt without split-K is 0.98 to 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused
+    chain 0.99 to 1.2, Triton 1.00 to 1.15. A tree: fused 0.99 to 1.25, batched cuBLAS 1.07 to 1.7, Triton units 1.4 to 2.
+    """
+    order = ("cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
+    for rows, exception in PREFERRED.get((n, k, units), ()):
+        if m <= rows:
+            order = (*exception, "triton")
+            break
+    return 10 + len(order) - order.index(provider) if provider in order else 1
