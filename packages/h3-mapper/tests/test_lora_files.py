@@ -20,6 +20,7 @@ from h3_mapper.errors import (
 from h3_mapper.identify import identified_all
 from h3_mapper.lora import FORMATS, Statement, read, write
 from h3_mapper.lora.arrays import raw
+from h3_mapper.lora.describe import looks_like
 from h3_mapper.lora.errors import MissingExtraError, UnsupportedAdapterError
 from h3_mapper.lora.files import open_adapter, save_adapter
 from h3_mapper.lora.floats import narrow, widen
@@ -76,6 +77,20 @@ def save_base(folder, layout, state=None, config=TINY):
     )
     (folder / "config.json").write_text(json.dumps(config.to_json(native=layout.native)))
     return folder
+
+
+LOOKS = {
+    **{
+        name: {name} for name in ("peft", "diffusers", "flashgen", "vllm-omni", "kohya", "comfy", "diffsynth")
+    },
+    **{"turbo": {"turbo"}, "engine": {"engine"}, "fasth3": {"fasth3"}},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_inspect_says_whose_names_these_are(adapter, name):
+    assert set(looks_like(write(adapter, name, TINY).tensors, TINY)) == LOOKS[name]
+    assert not set(looks_like(["blocks.0.attn.other.lora_A.weight"], TINY))
 
 
 @pytest.mark.parametrize("name", FORMATS)

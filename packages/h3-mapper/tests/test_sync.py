@@ -13,6 +13,7 @@ from h3_mapper.errors import (
     MissingTensorError,
     ShapeError,
 )
+from h3_mapper.lora.engine import map_lora_update_to_engine
 from h3_mapper.plan import plan, tensors
 from h3_mapper.spec import Layout
 from h3_mapper.sync import IncompleteSyncError, WeightSync
@@ -318,6 +319,37 @@ def test_two_partitions_have_separate_accounts_and_others_pass_through():
     list(one.push([("transformers_ref.norm_out.norm.weight", ref2va["norm_out.norm.weight"])]))
     with pytest.raises(IncompleteSyncError, match=r"1 extra \(transformers_ref"):
         one.finish()
+
+
+def test_load_into_hands_other_models_tensors_on_too():
+    live = {"text_encoder.weight": np.zeros(3, np.float32)}
+    sync = WeightSync(TINY, Layout.MODULE, passthrough=("text_encoder",))
+    sync.load_into([("text_encoder.weight", np.arange(3, dtype=np.float32))], live)
+    assert live["text_encoder.weight"].tolist() == [0, 1, 2]
+    assert sync.finish(partial=True) == {"text_encoder.weight"}
+
+
+def test_a_peft_trainer_s_stream_gives_base_weights_and_the_engine_s_adapter():
+    """One stream of an FSDP + PEFT trainer: base_layer weights are synced, lora_ tensors become the engine's update."""
+    values = state()
+    targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
+    stream = []
+    for name, value in values.items():
+        module = name.removesuffix(".weight")
+        if name.endswith(tuple(f".{target}.weight" for target in targets)):
+            stem = f"transformer._fsdp_wrapped_module.{module}"
+            stream.append((f"{stem}.base_layer.weight", value))
+            stream.append((f"{stem}.lora_A.default.weight", np.ones((2, value.shape[1]), np.float32)))
+            stream.append((f"{stem}.lora_B.default.weight", np.ones((len(value), 2), np.float32)))
+        else:
+            stream.append((f"transformer._fsdp_wrapped_module.{name}", value))
+    sync = WeightSync(TINY)
+    assert_bits(collect(sync, [stream]), expected(values, Layout.DIFFUSERS, Layout.RELEASE))
+    sync.finish()
+    config = {"r": 2, "lora_alpha": 4, "target_modules": list(targets)}
+    mapped, engine = map_lora_update_to_engine(sync.lora, config, TINY)
+    assert len(mapped) == 2 * 7 * (TINY.num_layers + TINY.num_refiner_layers)
+    assert engine["target_modules"][-3:] == ["fc1_0", "fc1_1", "fc2"]
 
 
 def test_load_into_names_what_the_engine_lacks_or_shapes_otherwise():

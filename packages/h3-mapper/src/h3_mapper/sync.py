@@ -169,7 +169,11 @@ class WeightSync:
         Raises MissingTensorError or ShapeError, naming the target, before that tensor is touched.
         """
         for name, tensor in bucket:
-            accepted = None if self._intake.passes(name) else self._intake.accept(name, tensor)
+            if self._intake.passes(name):
+                _target(parameters, name, tuple(tensor.shape))[...] = _detached(tensor)
+                self._done.add(name)
+                continue
+            accepted = self._intake.accept(name, tensor)
             if accepted is None:
                 continue
             prefix = self._prefix[accepted.component]

@@ -79,7 +79,7 @@ def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     except UnstatedError as error:  # modules and ranks do not depend on what nobody stated
         problem = str(error)
         adapter = file.read(config, statement.assumed())
-    found = describe(file, adapter, problem)
+    found = describe(file, adapter, config, problem)
     return Outcome(found.text(), found.to_json(), BAD_INPUT if problem else OK)
 
 

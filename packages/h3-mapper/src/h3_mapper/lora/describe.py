@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from h3_mapper.config import H3Config
 from h3_mapper.lora.adapter import Adapter
 from h3_mapper.lora.arrays import dtype_name
 from h3_mapper.lora.files import AdapterFile
+from h3_mapper.lora.formats import FORMATS
+from h3_mapper.lora.modules import places
+from h3_mapper.lora.names import Role, parse
 from h3_mapper.wrappers import PARTITIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """targets: adapted atoms by kind (block numbers as N) and how many blocks have them. Counts by rank and scale."""
+    """targets: adapted atoms by kind (block numbers as N) and how many blocks have them. Counts by rank and scale.
+
+    looks_like: formats whose names these are; a hint for `--from`, never used to decide.
+    """
 
     path: str
     tensors: int
+    looks_like: tuple[str, ...]
     dtypes: dict[str, int]
     partition: str
     targets: dict[str, int]
@@ -48,6 +57,7 @@ class Described:
             [
                 f"{self.path}",
                 f"  tensors    {self.tensors}, {', '.join(f'{n} {d}' for d, n in sorted(self.dtypes.items()))}",
+                f"  looks like {', '.join(f'{n} ({FORMATS[n].what})' for n in self.looks_like) or 'no known format'}",
                 f"  partition  {self.partition}",
                 f"  rank       {', '.join(f'{rank} ({count})' for rank, count in sorted(self.ranks.items()))}",
                 f"  scale      {scales}{', DoRA' if self.dora else ''}",
@@ -59,12 +69,28 @@ class Described:
         )
 
 
-def describe(file: AdapterFile, adapter: Adapter, problem: str | None = None) -> Described:
+def looks_like(names: Iterable[str], config: H3Config) -> Iterator[str]:
+    """Formats in which every factor would be named like this."""
+    factors = [name for name in names if parse(name).role in (Role.A, Role.B)]
+    for format_ in FORMATS.values():
+        known = places(config, format_.naming)
+        possible = {
+            prefix + name.removesuffix(".weight") + suffix
+            for name in known
+            for prefix in {format_.prefix, format_.ref_prefix or format_.prefix}
+            for suffix in (format_.a, format_.b)
+        }
+        if factors and possible.issuperset(factors):
+            yield format_.name
+
+
+def describe(file: AdapterFile, adapter: Adapter, config: H3Config, problem: str | None = None) -> Described:
     """Everything worth knowing before an adapter is used. problem: what the file does not state, so nothing assumed."""
     terms = list(adapter.low_rank.values())
     return Described(
         str(file.path),
         len(file.tensors),
+        tuple(looks_like(file.tensors, config)),
         dict(Counter(dtype_name(tensor) for tensor in file.tensors.values())),
         PARTITIONS.get(adapter.component or "", "not stated"),
         dict(sorted(Counter(re.sub(r"(?<=blocks\.)\d+", "N", name) for name in adapter.low_rank).items())),
