@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -323,6 +324,40 @@ def test_merge_from_the_command_line(tmp_path, adapter):
         tmp_path / "direct" / "model.safetensors"
     ).read_bytes()
     assert main(["lora", "merge", str(folder), str(file), str(tmp_path / "out"), "--alpha", "rank"]) == 2
+
+
+def test_a_root_with_both_partitions_gets_the_adapter_s_own(tmp_path, adapter, capsys):
+    """A Ref2VA adapter loads into FL2VA without an error anywhere, and spoils it; names or metadata decide."""
+    (tmp_path / "root").mkdir()
+    save_base(tmp_path / "root" / "transformer", Layout.DIFFUSERS, base_state(Layout.DIFFUSERS, seed=1))
+    save_base(tmp_path / "root" / "transformer_ref", Layout.DIFFUSERS, base_state(Layout.DIFFUSERS, seed=2))
+    reference = replace(adapter, component="transformer_ref")
+    save_adapter(write(reference, "kohya", TINY), tmp_path / "ref.safetensors", tmp_path / "x")
+    assert (
+        main(
+            [
+                "lora",
+                "merge",
+                str(tmp_path / "root"),
+                str(tmp_path / "ref.safetensors"),
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
+    merge(find_base(tmp_path / "root" / "transformer_ref"), adapter, tmp_path / "direct")
+    name = "diffusion_pytorch_model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "direct" / name).read_bytes()
+    save_adapter(
+        write(replace(adapter, component=None), "kohya", TINY), tmp_path / "any.safetensors", tmp_path / "x"
+    )
+    assert (
+        main(
+            ["lora", "merge", str(tmp_path / "root"), str(tmp_path / "any.safetensors"), str(tmp_path / "no")]
+        )
+        == 2
+    )
+    assert "say which one to merge into" in capsys.readouterr().err
 
 
 def test_without_numpy_a_merge_says_what_to_install(tmp_path, adapter, monkeypatch):

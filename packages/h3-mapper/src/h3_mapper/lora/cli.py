@@ -102,9 +102,11 @@ def _convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:
 def _merge(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     from h3_mapper.lora.files import open_adapter
     from h3_mapper.lora.merge import find_base, merge
+    from h3_mapper.lora.read import component_of
 
-    base = find_base(args.base, args.component, args.base_from)
-    adapter = open_adapter(args.adapter).read(base.config, _statement(args))
+    file = open_adapter(args.adapter)
+    base = find_base(args.base, args.component or component_of(file.tensors, file.metadata), args.base_from)
+    adapter = file.read(base.config, _statement(args))
     done = merge(
         base,
         adapter,

@@ -84,7 +84,7 @@ def read(
     modules = _collect(keys, tensors, places(config, naming, order), naming)
     _check_order(modules, order)
     alphas = {name: scalar(m.roles[Role.ALPHA]) for name, m in modules.items() if Role.ALPHA in m.roles}
-    component = next((key.component for key in keys if key.component), _recorded_component(metadata))
+    component = _component(keys, metadata)
     config_ = peft_config or diffusers_config(metadata, component)
     scales = Scales.of(metadata, config_, alphas, said.alpha, said.assume_alpha)
     adapter, sources = assemble(modules, scales, component, metadata)
@@ -118,9 +118,15 @@ def _with_metadata(said: Statement, metadata: Mapping[str, str]) -> Statement:
         raise UnstatedError(f"metadata states an unknown row order: {error}") from None
 
 
-def _recorded_component(metadata: Mapping[str, str]) -> str | None:
+def component_of(names: Iterable[str], metadata: Mapping[str, str]) -> str | None:
+    """The component an adapter says it is for, by its names or its metadata; None if it does not say."""
+    return _component([parse(name) for name in names], metadata)
+
+
+def _component(keys: Iterable[Key], metadata: Mapping[str, str]) -> str | None:
     partition = metadata.get(PARTITION_KEY)
-    return next((name for name, stated in PARTITIONS.items() if stated == partition), None)
+    recorded = next((name for name, stated in PARTITIONS.items() if stated == partition), None)
+    return next((key.component for key in keys if key.component), recorded)
 
 
 def _choose(keys: list[Key], said: Statement) -> list[Key]:
