@@ -108,6 +108,18 @@ def test_a_block_of_the_site_runs_or_says_it_is_text() -> None:
     assert not loose
 
 
+def test_the_site_builds_without_a_warning_and_shows_its_figures(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = tmp_path / "site" / "results" / "index.html"
+    shown = [
+        page.parent / source for source in re.findall(r'<img alt="[^"]*" src="([^"]*)"', page.read_text())
+    ]
+    assert len(shown) >= len(list((ROOT / "benchmarks" / "results").glob("*.json")))
+    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in shown)
+
+
 def test_every_page_is_in_the_navigation() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r": ([\w-]+\.md)$", nav, re.MULTILINE)

@@ -31,6 +31,7 @@ KEYS = (
     "engine",
     "case",
     "direction",
+    "dtype",
     "contract",
     "provider",
     "tp",
