@@ -91,14 +91,17 @@ class LiveDigest:
                 f"{name}: {dtype} {list(shape)} from row {first_row}; rank {self.rank} of tp {self.tp} holds "
                 f"{first.dtype} {list(wanted)}"
             )
+        pieces: dict[str, list[tuple[int, Array]]] = {}
         for span in held:
             low, high = max(first_row, span.row), min(last_row, span.row + span.stop - span.start)
             if low < high:
-                self._add(
-                    _known(self.config)[span.atom],
-                    span.start + low - span.row,
-                    tensor[low - first_row : high - first_row],
-                )
+                part = tensor[low - first_row : high - first_row]
+                pieces.setdefault(span.atom, []).append((span.start + low - span.row, part))
+        for (
+            atom,
+            parts,
+        ) in pieces.items():  # in `release` many: each head's rows, which follow each other in the atom
+            self._add(_known(self.config)[atom], parts[0][0], _joined([part for _, part in parts]))
 
     def _add(self, atom: Atom, row: int, rows: Array) -> None:
         """Rows from `row` of the atom on; all of this rank's columns."""
@@ -117,6 +120,19 @@ class LiveDigest:
             before = result.get(name, Partial(0, 0))
             result[name] = Partial((before.value + value) & MASK, before.elements + count)
         return result
+
+
+def _joined(parts: list[Array]) -> Array:
+    """One tensor of all rows; the only part itself, without a copy."""
+    if len(parts) == 1:
+        return parts[0]
+    if hasattr(parts[0], "detach"):
+        import torch
+
+        return torch.cat(parts)
+    import numpy
+
+    return numpy.concatenate(parts)
 
 
 def _on_host(totals: list[Any]) -> list[int]:
