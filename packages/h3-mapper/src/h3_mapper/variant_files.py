@@ -49,6 +49,31 @@ def convert_variant(
     Raises QuantisedVariantError or PrunedVariantError with the layer and the reason where that cannot be done, and as
     `convert`; `destination` is complete or absent.
     """
+    found, layout = _single(source, stated)
+    count = 1 if tp is None else tp
+    if found.variant.config is not None:
+        check_degree(found.variant.config, count)
+    ranks = [variant_plan(found.seen, found.variant, layout, to, count, rank) for rank in range(count)]
+    total = sum(item.nbytes for items in ranks for item in items)
+    check_destination(destination, source, total)
+    with staging(destination) as out, opened(found.component) as reader:
+        done = 0
+        for rank, items in enumerate(ranks):
+            into, shards = out, {}
+            if tp is not None:
+                into, shards = out / f"rank-{rank}-of-{tp}", {TP_KEY: str(tp), RANK_KEY: str(rank)}
+                into.mkdir()
+            stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
+            metadata = _metadata(found.component, items, to) | shards
+            files = out_files(items, stem, parse_size(max_shard_size), metadata)
+            _write(into, items, files, found, reader, threads, offset_progress(progress, done, total))
+            _write_beside(into, found, to, files)
+            done += sum(item.nbytes for item in items)
+    return found, total
+
+
+def _single(source: Path, stated: Layout | None) -> tuple[Judged, Layout]:
+    """The only transformer under `source`, and its layout, stated by somebody."""
     components = open_source(source)
     if len(components) != 1:
         raise SourceError(f"{source}: holds {listed(components)}; point at one transformer")
@@ -59,27 +84,7 @@ def convert_variant(
             f"{source}: native names with no stated row order; say --from release (per head) or --from module "
             "(all q, all k, all v: Comfy files)"
         )
-    count = 1 if tp is None else tp
-    if found.variant.config is not None:
-        check_degree(found.variant.config, count)
-    ranks = [variant_plan(found.seen, found.variant, found.layout, to, count, rank) for rank in range(count)]
-    total = sum(item.nbytes for items in ranks for item in items)
-    check_destination(destination, source, total)
-    with staging(destination) as out, opened(component) as reader:
-        done = 0
-        for rank, items in enumerate(ranks):
-            shards = {} if tp is None else {TP_KEY: str(tp), RANK_KEY: str(rank)}
-            into = out if tp is None else out / f"rank-{rank}-of-{tp}"
-            into.mkdir(exist_ok=True)
-            metadata = _metadata(component, items, to) | shards
-            stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
-            files = out_files(items, stem, parse_size(max_shard_size), metadata)
-            _write(into, items, files, found, reader, threads, offset_progress(progress, done, total))
-            _write_config(into, found, to)
-            if len(files) > 1:
-                write_text(into / f"{stem}.safetensors.index.json", index_json(files))
-            done += sum(item.nbytes for item in items)
-    return found, total
+    return found, found.layout
 
 
 def _write(
@@ -102,7 +107,11 @@ def _write(
         read_back(folder / file.name, file)
 
 
-def _write_config(folder: Path, found: Judged, to: Layout) -> None:
+def _write_beside(folder: Path, found: Judged, to: Layout, files: tuple[OutFile, ...]) -> None:
+    """The index of several files, and config.json if the source had one."""
+    if len(files) > 1:
+        stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
+        write_text(folder / f"{stem}.safetensors.index.json", index_json(files))
     config, original = found.variant.config, found.component.config
     if config is not None and original is not None:
         settings = config.to_json(native=to.native, original=original)
