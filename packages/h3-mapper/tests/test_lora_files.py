@@ -22,7 +22,7 @@ from h3_mapper.identify import identified_all
 from h3_mapper.lora import FORMATS, Statement, read, write
 from h3_mapper.lora.arrays import raw
 from h3_mapper.lora.describe import looks_like
-from h3_mapper.lora.errors import MissingExtraError, UnsupportedAdapterError
+from h3_mapper.lora.errors import MissingExtraError, NonFiniteError, ScaleError, UnsupportedAdapterError
 from h3_mapper.lora.files import open_adapter, save_adapter
 from h3_mapper.lora.floats import narrow, widen
 from h3_mapper.lora.merge import find_base, merge
@@ -358,6 +358,16 @@ def test_a_root_with_both_partitions_gets_the_adapter_s_own(tmp_path, adapter, c
         == 2
     )
     assert "say which one to merge into" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strength", "error"), [(float("nan"), ScaleError), (float("inf"), ScaleError), (3e38, NonFiniteError)]
+)
+def test_a_merge_that_is_not_finite_writes_nothing(tmp_path, adapter, strength, error):
+    save_base(tmp_path / "base", Layout.DIFFUSERS)
+    with pytest.raises(error, match="strength"):
+        merge(find_base(tmp_path / "base"), adapter, tmp_path / "out", strength=strength)
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_without_numpy_a_merge_says_what_to_install(tmp_path, adapter, monkeypatch):

@@ -153,8 +153,8 @@ def refuse_variants(seen: Seen, where: str = "checkpoint") -> None:
     packed = [name for name, (_, dtype) in seen.items() if QUANTISED_DTYPES.fullmatch(dtype)]
     if scales or packed:
         raise QuantisedVariantError(
-            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); convert the BF16 checkpoint, "
-            "or this one with `convert --variant` if its scales follow rows"
+            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); use the BF16 checkpoint "
+            "(`convert --variant` moves this one if its scales follow rows)"
         )
 
 

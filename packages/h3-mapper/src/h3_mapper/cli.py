@@ -40,8 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     bar.close()
     try:
         print(json.dumps(outcome.data, indent=1) if args.json else outcome.text, flush=True)
-    except BrokenPipeError:  # `| head` has what it wanted
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # `| head` has what it wanted
+            return _failed(False, error)
     return int(outcome.code)
 
 

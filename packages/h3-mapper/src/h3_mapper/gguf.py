@@ -55,7 +55,9 @@ def read_gguf(path: Path) -> Gguf:
             raise FileFormatError(f"{path}: not a GGUF file")
         try:
             return _read(file)
-        except (struct.error, UnicodeDecodeError, _TooLargeError) as error:
+        except struct.error:
+            raise FileFormatError(f"{path}: malformed GGUF header: the file ends within it") from None
+        except (UnicodeDecodeError, _TooLargeError) as error:
             raise FileFormatError(f"{path}: malformed GGUF header: {error}") from None
 
 

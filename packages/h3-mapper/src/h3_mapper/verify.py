@@ -113,7 +113,10 @@ def _compared(a: Mapping[str, Manifest], b: Mapping[str, Manifest], algorithm: D
     else:
         left, right = _by_partition(a), _by_partition(b)
         if left.keys() != right.keys():
-            raise SourceError(f"the two roots hold different partitions: {listed(left)} and {listed(right)}")
+            sides = (listed(side if any(side) else ["one transformer"]) for side in (left, right))
+            raise SourceError(
+                f"the two hold different partitions: {' and '.join(sides)}; point at one of each"
+            )
         pairs = [(name, left[name], right[name]) for name in left]
     differences = tuple(d for name, left, right in pairs for d in _differences(name, left.atoms, right.atoms))
     first = pairs[0]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from h3_mapper.lora.adapter import Adapter, LowRank
 from h3_mapper.lora.arrays import Raw, raw, rows
+from h3_mapper.lora.errors import NonFiniteError
 from h3_mapper.lora.floats import narrow, numpy, widen
 from h3_mapper.spec import Atom
 
@@ -50,7 +51,19 @@ def changed_rows(change: Change, name: str, base: Raw | None, start: int, stop: 
         return raw(rows(raw(assigned), start, stop))
     if base is None or name not in change.touched:
         raise ValueError(f"{name}: nothing to compute")  # merge._check has excluded this
-    wide = widen(base)
+    np = numpy("merging an adapter")
+    with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+        wide = _sum(change, name, widen(base), start, stop)
+    if not np.isfinite(wide).all():
+        raise NonFiniteError(
+            f"{name}: the merged rows {start} to {stop} hold an infinity or a NaN; look at the base, the adapter's "
+            f"scale and the strength ({change.strength:g})"
+        )
+    return narrow(wide, base.dtype)
+
+
+def _sum(change: Change, name: str, wide: Float32, start: int, stop: int) -> Float32:
+    """fp32 base rows with the adapter's added, in place."""
     term, delta = change.adapter.low_rank.get(name), change.adapter.deltas.get(name)
     if delta is not None:
         wide += _times(widen(rows(raw(delta), start, stop)), change.strength)
@@ -59,7 +72,7 @@ def changed_rows(change: Change, name: str, base: Raw | None, start: int, stop: 
         wide += _times(product, float(term.scale) * change.strength)
         if term.magnitude is not None:
             wide *= _dora(wide, widen(rows(raw(term.magnitude), start, stop)))
-    return narrow(wide, base.dtype)
+    return wide
 
 
 def _times(values: Float32, factor: float) -> Float32:

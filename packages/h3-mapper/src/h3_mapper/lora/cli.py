@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from h3_mapper.errors import ConfigError
 from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
-from h3_mapper.outcome import BAD_INPUT, OK, Command, Outcome, argument
+from h3_mapper.outcome import BAD_INPUT, OK, Command, Outcome, argument, one_of
 from h3_mapper.spec import Layout
 from h3_mapper.stream import Progress
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def _alpha(text: str) -> float | str:
-    return text if text == "rank" else float(text)
+    try:
+        return text if text == "rank" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor 'rank'") from None
 
 
 _ADAPTER = argument("adapter", type=Path, metavar="LORA", help="adapter: .safetensors file or PEFT folder")
@@ -31,8 +34,15 @@ _STATED = (
         metavar="F",
         help=f"the adapter's format, which states its row order: {', '.join(FORMATS)}",
     ),
-    argument("--qkv-rows", type=QkvRows, choices=list(QkvRows), help="row order of a fused q/k/v"),
-    argument("--fc1-rows", type=Fc1Rows, choices=list(Fc1Rows), help="order of a fused fc1's halves"),
+    argument(
+        "--qkv-rows", type=one_of(QkvRows), metavar="R", help="row order of a fused q/k/v: grouped or stacked"
+    ),
+    argument(
+        "--fc1-rows",
+        type=one_of(Fc1Rows),
+        metavar="R",
+        help="order of a fused fc1's halves: gate-first or value-first",
+    ),
     argument("--alpha", type=_alpha, metavar="N", help="overrule the recorded alpha; 'rank' is scale 1"),
     argument("--component", metavar="C", help="transformer or transformer_ref, if names hold both"),
     argument("--adapter-name", metavar="NAME", help="PEFT adapter name, if the file holds several"),
@@ -159,9 +169,7 @@ LORA_COMMANDS = (
             argument("base", type=Path, metavar="BASE", help="bf16 transformer: folder, file or index"),
             _ADAPTER,
             _DESTINATION,
-            argument(
-                "--base-from", type=Layout, choices=list(Layout), metavar="L", help="layout of a native base"
-            ),
+            argument("--base-from", type=one_of(Layout), metavar="L", help="layout of a native base"),
             *_STATED,
             argument("--strength", type=float, default=1.0, metavar="S", help="factor on the whole adapter"),
             argument("--max-shard-size", default="5GB", metavar="SIZE", help="5GB (default), 500MB ..."),

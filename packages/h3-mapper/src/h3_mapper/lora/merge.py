@@ -8,6 +8,7 @@ atom's first row, so a base in any layout gives the same bits.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ from h3_mapper.identify import Identified, identified_all
 from h3_mapper.lora.adapter import Adapter
 from h3_mapper.lora.arrays import Raw, raw
 from h3_mapper.lora.blocks import Change, changed_rows
-from h3_mapper.lora.errors import UnstatedError
+from h3_mapper.lora.errors import ScaleError, UnstatedError
 from h3_mapper.manifest import MANIFEST_NAME, compute
 from h3_mapper.output import check_destination, staging, write_text
 from h3_mapper.pieces import OpenComponent, opened
@@ -89,6 +90,8 @@ def merge(
     Untouched tensors are copied byte for byte. Needs numpy (`h3-mapper[numpy]`). Raises MapperError kinds before
     anything is written; `destination` is complete or absent.
     """
+    if not math.isfinite(strength):
+        raise ScaleError(f"strength is {strength}; expected a finite number")
     config = _grown(base.config, adapter)
     change = Change(adapter, strength, _check(config, base.config, adapter))
     specs = tensors(config, base.layout)
