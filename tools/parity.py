@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import warnings
@@ -148,6 +149,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose line contains this text")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["PYTHONWARNINGS"] = "ignore"  # of the workers: what vLLM and torch say there hides the table
     with TensorParallelPool() as pool, tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "weights.pt")
         write_weights(path)

@@ -111,5 +111,9 @@ def _call(
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    import torch.distributed as dist
+
     with engine(tp=tp, sequence=sequence, rank=rank, world=WORLD, init_method=rendezvous):
+        # A rank with nothing to do would leave, and close its connections while others still make theirs.
+        dist.barrier()
         return getattr(module, name)(*args) if rank < tp * sequence else None
