@@ -94,6 +94,13 @@ def test_an_unknown_name_is_refused(src, name, hint):
     refused(UnknownNameError, hint, src)
 
 
+@pytest.mark.parametrize("prefix", ["_fsdp_wrapped_module.", "model.diffusion_model."])
+def test_a_wrappers_prefix_is_named_as_what_it_is(src, prefix):
+    state = read_files(src)
+    write_file(src / FILE, {f"{prefix}{name}": tensor for name, tensor in state.items()})
+    refused(UnknownNameError, "`convert --variant` takes it off", src)
+
+
 def test_a_checkpoint_of_something_else_is_refused(src):
     write_file(src / FILE, {"token_refiner.final_norm.weight": bf16(48)})
     refused(MissingTensorError, "none of 1 tensors", src)

@@ -30,6 +30,7 @@ from h3_mapper.errors import (
 from h3_mapper.plan import derived, spans, tensors
 from h3_mapper.spec import Layout
 from h3_mapper.table import TABLE
+from h3_mapper.wrappers import unwrap
 
 Seen = Mapping[str, tuple[tuple[int, ...], str]]
 """Tensor name -> (shape, safetensors dtype name)."""
@@ -126,10 +127,11 @@ def names_layout(names: Iterable[str], where: str = "checkpoint") -> Layout:
     return Layout.MODULE if as_native else Layout.DIFFUSERS
 
 
-def _unknown(names: set[str], known: Iterable[str], where: str) -> str:
-    first = min(names)
-    near = difflib.get_close_matches(_template(first), known, n=1, cutoff=0.6)
+def _unknown(names: set[str], known: Set[str], where: str) -> str:
+    near = difflib.get_close_matches(_template(min(names)), known, n=1, cutoff=0.6)
     hint = f"; nearest known name: {near[0]}" if near else ""
+    if all(_template(unwrap(name).name) in known for name in names):
+        hint = "; without their wrapper's prefix they are: `convert --variant` takes it off"
     return f"{where}: {len(names)} names are no H3 tensor's: {listed(names)}{hint}"
 
 
