@@ -15,7 +15,6 @@ padding rows behind the request, and the request packed with another one against
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -33,7 +32,7 @@ from h3_kernels.testing import interleaved_bench
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-import environment
+from records import Writer
 
 RELEASE = {
     "num_attention_heads": 56,
@@ -101,7 +100,6 @@ class Bench:
             "linears": {name: found for name, found in linears.items() if found},
             "distance_to_stock": {name: distance(runs["stock"](), run()) for name, run in runs.items()},
             "milliseconds": times,
-            "over_stock": {name: round(t / times["stock"], 3) for name, t in times.items()},
             "peak_mib": {name: peak(run) for name, run in runs.items()} if self.device == "cuda" else {},
         }
 
@@ -213,6 +211,44 @@ def peak(run: Callable[[], Any]) -> float:
     return round((torch.cuda.max_memory_allocated() - before) / MIB, 1)
 
 
+def eager_records(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """One record per scope of an eager cell: time and memory beside the engine as shipped, and the bits found."""
+    stock_ms, stock_peak = cell["milliseconds"]["stock"], cell["peak_mib"].get("stock")
+    return [
+        {
+            "case": "eager",
+            "scope": scope,
+            "rows": cell["rows"],
+            "ours_ms": ours_ms,
+            "stock_ms": stock_ms,
+            "ratio": round(ours_ms / stock_ms, 4),
+            "peak_mib": cell["peak_mib"].get(scope),
+            "stock_peak_mib": stock_peak,
+            "differing": cell["bits"][scope],
+            "stock_differing": cell["bits"]["stock"],
+            "linears_differing": cell["linears"].get(scope, {}),
+            "distance_to_stock": cell["distance_to_stock"][scope],
+        }
+        for scope, ours_ms in cell["milliseconds"].items()
+        if scope != "stock"
+    ]
+
+
+def captured_records(cell: dict[str, Any]) -> list[dict[str, Any]]:
+    """One record per scope of a captured cell, or why it cannot be captured."""
+    stock_ms = cell.get("stock", {}).get("milliseconds")
+    found = []
+    for scope, one in cell.items():
+        if scope in {"rows", "stock"}:
+            continue
+        record = {"case": "captured", "scope": scope, "rows": cell["rows"], "stock_ms": stock_ms, **one}
+        if "milliseconds" in record and stock_ms is not None:
+            record["ours_ms"] = record.pop("milliseconds")
+            record["ratio"] = round(record["ours_ms"] / stock_ms, 4)
+        found.append(record)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,30 +264,25 @@ def main() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
     rows = [20, 33] if arguments.smoke else arguments.rows
     rounds = 3 if arguments.smoke else arguments.rounds
+    writer = Writer(arguments.out)
     with engine.engine():
         bench = Bench(config, device)
         attention = bench.models["stock"].blocks[0].attn.attention.attn_backend.get_name()
-        record: dict[str, Any] = {
-            "environment": environment.collect(),
-            "config": config,
-            "attention_of_stock": attention,
-            "refused": bench.refused,
-            "cells": [],
-            "graphs": [],
+        shared = {
+            "engine": "vllm-omni",
+            "direction": "forward",
+            "blocks": config["num_layers"],
+            "hidden": config["hidden_size"],
+            "stock_attention": attention,
         }
+        for scope, reason in bench.refused.items():
+            writer.add({**shared, "scope": scope, "refused": reason})
         for count in rows:
-            keep(record, "cells", bench.cell(count, rounds), arguments.out)
-            record["providers"] = bench.providers()
+            for record in eager_records(bench.cell(count, rounds)):
+                writer.add({**shared, **record, "providers": bench.providers()[record["scope"]]})
         for count in rows if device == "cuda" else []:
-            keep(record, "graphs", bench.graphs(count, rounds), arguments.out)
-
-
-def keep(record: dict[str, Any], kind: str, cell: dict[str, Any], out: Path) -> None:
-    """Add a cell and write the record, so that a run cut short leaves what it measured."""
-    record[kind].append(cell)
-    print(json.dumps(cell), file=sys.stderr, flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+            for record in captured_records(bench.graphs(count, rounds)):
+                writer.add({**shared, **record})
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ KEYS = (
     "op",
     "node",
     "engine",
+    "scope",
     "case",
     "direction",
     "dtype",
