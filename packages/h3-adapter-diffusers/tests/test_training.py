@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from h3_adapter_diffusers.cps import transition
-from h3_adapter_diffusers.errors import InputError, ReplayError
+from h3_adapter_diffusers.errors import BoundModelError, InputError, ReplayError
 from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.testing.packings import packings, t2va
 from h3_adapter_diffusers.testing.tiny import build
@@ -14,6 +14,7 @@ from h3_kernels.backward_session import backward_session
 from h3_kernels.errors import LogicalKeysError
 from h3_kernels.logical_keys import LogicalKeys
 from peft import LoraConfig
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 pytestmark = pytest.mark.engine
 
@@ -129,6 +130,26 @@ def test_a_training_step_repeats_in_any_order_of_microbatches(scope):
 def test_checkpointing_changes_no_gradient(scope):
     requests = packings()
     assert not same(step_gradients(scope, requests), step_gradients(scope, requests, checkpoint=True))
+
+
+def test_a_checkpoint_that_loses_the_keys_is_refused():
+    """torch's checkpoint_wrapper recomputes blocks by itself: without the rows' keys, so in another order."""
+    request = t2va()
+    for keyed in (False, True):
+        model = lora_model()
+        handle = install_h3_training(model, scope="projections")
+        for i, block in enumerate(model.transformer_blocks):
+            model.transformer_blocks[i] = checkpoint_wrapper(block)
+        v, a = velocity(
+            model, request.packed, request.video, request.audio, request.text, 0.6, 0.2,
+            handle=handle if keyed else None,
+        )  # fmt: skip
+        loss = v.square().sum() + a.square().sum()
+        if not keyed:
+            loss.backward()
+            continue
+        with pytest.raises(BoundModelError, match="logical keys of its rows are lost"):
+            loss.backward()
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NoReturn
 
 from h3_kernels.contract import PROJECTION
 
@@ -33,6 +33,10 @@ class Scope(StrEnum):
     """Every linear: also the patch, text, time, AdaLN and output projections."""
     MODEL = "model"
     """Every node: `h3_kernels.graph` runs in the place of Diffusers' forward."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"{value!r} is not a scope; expected {', '.join(cls)}")
 
 
 class Rows(StrEnum):

@@ -42,7 +42,10 @@ class Handle:
         self._model: Any = model
         self.settings = settings
         self._binding = binding
-        self._hook = model.register_forward_pre_hook(self._before_forward)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward, always_call=True),
+        ]
         vars(model)[_HANDLE] = self
         binding.bind()
 
@@ -116,7 +119,8 @@ class Handle:
         if not self.installed:
             return
         del vars(self._model)[_HANDLE]
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         foreign = self._binding.remove()
         if foreign:
             raise RemoveError(
@@ -135,6 +139,12 @@ class Handle:
         if self.mode is Mode.STRICT:
             self._refuse_context_parallel()
         self._binding.bind()
+        self.settings.clock.inside += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _after_forward(self, *_: Any) -> None:
+        # torch calls this also when a forward was refused before it began.
+        self.settings.clock.inside = max(0, self.settings.clock.inside - 1)
 
     def _refuse_context_parallel(self) -> None:
         """Diffusers' own: each rank runs some rows. The forward keeps its bits; a weight's gradient would

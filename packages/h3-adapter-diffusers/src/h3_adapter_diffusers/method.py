@@ -32,6 +32,8 @@ class Clock:
     """Forwards of the model since the install; linears stamp it when they run."""
 
     forwards: int = 0
+    inside: int = 0
+    """Forwards of the model that have begun and not ended."""
 
 
 @dataclass(slots=True)
@@ -39,15 +41,22 @@ class KeyRing:
     """The logical keys in force, by row set; empty when rows are taken in the order given."""
 
     keys: Mapping[str, LogicalKeys] = field(default_factory=dict)
+    depth: int = 0
+    """Blocks of `using` that are open."""
+    used: bool = False
+    """Whether any forward had keys."""
 
     @contextmanager
     def using(self, keys: Mapping[str, LogicalKeys]) -> Iterator[None]:
         """Put `keys` in force for the duration of the block."""
         before, self.keys = self.keys, keys
+        self.depth += 1
+        self.used = self.used or bool(keys)
         try:
             yield
         finally:
             self.keys = before
+            self.depth -= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,7 @@ class ContractForward:
     def __call__(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]: the contract's (strict) or Diffusers' (audit)."""
         weight, bias = self._parameters()
+        self._refuse_lost_keys()
         rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
         self.ran = Ran(self.settings.clock.forwards, rows, x.device, x.stride(-1) == 1)
         if self.auditor is None:
@@ -120,6 +130,15 @@ class ContractForward:
         if weight.dtype != self.dtype:
             raise BoundModelError(cast_message(self.name, weight.dtype, self.dtype))
         return weight, bias
+
+    def _refuse_lost_keys(self) -> None:
+        """Recomputation by a checkpoint we did not wrap has no keys, and its gradients another order."""
+        s = self.settings
+        if s.ring.used and not s.ring.depth and not s.clock.inside and torch.is_grad_enabled():
+            raise BoundModelError(
+                f"{self.name}: called outside its model's forward, so the logical keys of its rows are lost; checkpoint"
+                " by model.enable_gradient_checkpointing(), whose recomputation keeps them"
+            )
 
     def _compare(self, x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         assert self.auditor is not None
