@@ -152,6 +152,22 @@ def test_a_checkpoint_that_loses_the_keys_is_refused():
             loss.backward()
 
 
+def test_in_scope_model_any_checkpoint_keeps_the_keys():
+    """The stages of a forward hold its rows' keys themselves."""
+    request, results = t2va(), []
+    for wrapped in (False, True):
+        model = lora_model()
+        handle = install_h3_training(model, scope="model")
+        for i, block in enumerate(model.transformer_blocks if wrapped else ()):
+            model.transformer_blocks[i] = checkpoint_wrapper(block)
+        v, a = velocity(
+            model, request.packed, request.video, request.audio, request.text, 0.6, 0.2, handle=handle
+        )
+        (v.square().sum() + a.square().sum()).backward()
+        results.append({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in grads(model).items()})
+    assert not same(*results)
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 def test_another_identity_of_the_rows_is_another_order(scope):
     """Negative twin: swapping two samples' ids reorders the reduction of dA and dB, and bits change."""

@@ -90,12 +90,13 @@ class GraphBinding:
             for site in find_sites(self._model):
                 self._linears.setdefault(names[site.name], []).append(site)
         if not self._replaced:
-            blocks = {
-                f"{_STAGES[n]}.{i}": b for n in _STAGES for i, b in enumerate(self._model.get_submodule(n))
+            self._places = {
+                f"{native}.{i}": (self._model.get_submodule(name), i)
+                for name, native in _STAGES.items()
+                for i in range(len(self._model.get_submodule(name)))
             }
-            self._blocks: dict[str, Any] = blocks
-            for name, block in blocks.items():
-                self._replace(name, block, _StageForward(self._dit.stage(name)))
+            for name, (blocks, i) in self._places.items():
+                self._replace(name, blocks[i], _StageForward(self._dit.stage(name)))
             self._replace("the model", self._model, self._forward)
 
     def nodes(self) -> Iterator[tuple[str, Binding]]:
@@ -195,10 +196,11 @@ class GraphBinding:
     def _run(self, session: Session) -> tuple[Tensor, Tensor]:
         slots = session.slots()
         for stage in self._dit.stages:
-            block = self._blocks.get(stage.name)
-            if block is None:
+            if stage.name not in self._places:
                 slots.update(session.run(stage, slots))
                 continue
+            blocks, i = self._places[stage.name]
+            block = blocks[i]  # looked up now: a wrapper may have taken its place
             reads = (session, *(slots[name] for name in stage.reads))
             owner = self._model.token_refiner if stage.name.startswith("token_refiner") else self._model
             recompute = torch.is_grad_enabled() and owner.gradient_checkpointing
