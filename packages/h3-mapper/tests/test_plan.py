@@ -137,3 +137,8 @@ def test_prove_refuses_a_wrong_plan(message, wrong):
         prove(wrong)
     with pytest.raises(PlanError):
         wrong.inverse()
+
+
+def test_a_layout_that_does_not_exist_names_those_that_do():
+    with pytest.raises(ValueError, match="'comfy' is not a layout; expected diffusers, release, module"):
+        Layout("comfy")

@@ -6,7 +6,7 @@ minimax_h3_transformer.py``). Every other module of this package reads these tab
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, NoReturn
 
 from h3_kernels.contract import PROJECTION
 
@@ -29,6 +29,10 @@ class Scope(StrEnum):
     """Every linear: also the patch, text, time, AdaLN and output projections, 58 more."""
     MODEL = "model"
     """Every node: the graph of h3-kernels runs in the place of the engine's forward."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"{value!r} is not a scope; expected {', '.join(cls)}")
 
 
 @dataclass(frozen=True, slots=True)

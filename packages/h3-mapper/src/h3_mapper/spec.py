@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from h3_mapper.config import H3Config
@@ -28,6 +28,10 @@ class Layout(StrEnum):
     """535 tensors, the native files on disk: qkv_proj rows per head [q k v]; fc1 [gate; value]."""
     MODULE = "module"
     """535 tensors, a loaded native module's state: qkv_proj rows [Q; K; V]; fc1 [gate; value]."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(f"{value!r} is not a layout; expected {', '.join(cls)}")
 
     @property
     def native(self) -> bool:
