@@ -161,7 +161,7 @@ def disk_records(folder: Path, config: H3Config, rounds: int) -> list[dict[str, 
         converted(folder / "diffusers", folder / layout, layout)
     for source, target in permutations(Layout, 2):
         origin = folder / source
-        nbytes = sum(path.stat().st_size for path in origin.glob("*.safetensors"))
+        nbytes = size(origin)
         measured = interleaved(
             lambda out, o=origin, t=target: converted(o, out, t),
             lambda out, o=origin: copied(o, out),
@@ -180,9 +180,16 @@ def disk_records(folder: Path, config: H3Config, rounds: int) -> list[dict[str, 
         "h3-mapper, no digests": lambda out: converted(origin, out, "release", "none"),
     }.items():
         measured = interleaved(lambda out: converted(origin, out, "release"), call, rounds, folder)
-        records.append({"subject": "convert diffusers -> release", "peer": peer, "bytes": nbytes} | measured)
+        records.append(
+            {"subject": "convert diffusers -> release", "peer": peer, "bytes": size(origin)} | measured
+        )
         print(json.dumps(records[-1]), flush=True)
     return records
+
+
+def size(folder: Path) -> int:
+    """Bytes of the folder's shards."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
 def memory_records(config: H3Config, rounds: int) -> list[dict[str, Any]]:
