@@ -73,9 +73,10 @@ class Auditor:
         self._counts[1] += differs.sum()
         flat = differs.to(torch.uint8).argmax()  # the first difference, or 0
         columns = provider.shape[1]
-        keep = (self._first[0] >= 0) | ~differs[flat]
-        place = torch.stack([rows[flat // columns], flat % columns])
-        values = torch.stack([provider.flatten()[flat], contract.flatten()[flat]]).float()
+        # ``take`` and not [...]: indexing by a number on the device would bring the number to the host.
+        keep = (self._first[0] >= 0) | ~differs.take(flat)
+        place = torch.stack([rows.take(flat // columns), flat % columns])
+        values = torch.stack([provider.take(flat), contract.take(flat)]).float()
         self._first.copy_(torch.where(keep, self._first, place))
         self._values.copy_(torch.where(keep, self._values, values))
 

@@ -83,7 +83,8 @@ def _wrap(function: "ctypes._NamedFuncPointer") -> Kernel:
     def kernel(a: Tensor, b: Tensor, units: int) -> Tensor:
         a = a.float().contiguous()
         (m, k), n = a.shape, b.shape[0]
-        out = torch.empty(m, n)
+        # Written through a pointer: a default dtype or device of the process must not reach it.
+        out = torch.empty(m, n, dtype=torch.float32, device="cpu")
         threads = min(torch.get_num_threads(), 1 + m * n * k // _PRODUCTS_PER_THREAD)
         strides = b.stride(0), b.stride(1), b.dtype == torch.bfloat16
         function(a.data_ptr(), b.data_ptr(), *strides, out.data_ptr(), m, n, k, units, threads)

@@ -126,7 +126,8 @@ def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Provider:
     for provider in candidates:
         reason = provider.refuses(call)
         if reason is None:
-            probe = provider.probe(call, device)
+            with torch.autocast(call.device_type, enabled=False):
+                probe = provider.probe(call, device)
             if probe.ok:
                 return provider
             reason = f"probe failed: {probe.detail}"
@@ -158,7 +159,8 @@ def tree_gemm(
     """
     _check(a, b, units, out_dtype, bias)
     if a.shape[0] == 0 or b.shape[0] == 0 or a.shape[1] == 0:
-        return reference.finish(torch.zeros(a.shape[0], b.shape[0], device=a.device), bias, out_dtype)
+        root = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+        return reference.finish(root, bias, out_dtype)
     a, a_layout = _operand(a, "m")
     b, b_layout = _operand(b, "n")
     call = GemmCall(
@@ -174,7 +176,12 @@ def tree_gemm(
         device_type=a.device.type,
         capability=capability(a.device),
     )
-    return choose(call, provider, a.device).run(a, b, units=units, out_dtype=out_dtype, bias=bias)
+    run = choose(call, provider, a.device).run
+    if torch.is_autocast_enabled(a.device.type):
+        # It would cast the operands of a provider's own products.
+        with torch.autocast(a.device.type, enabled=False):
+            return run(a, b, units=units, out_dtype=out_dtype, bias=bias)
+    return run(a, b, units=units, out_dtype=out_dtype, bias=bias)
 
 
 def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:

@@ -32,9 +32,14 @@ def tree_gemm(
     K is cut into ``units`` equal chains, the canonical fp32 tree adds them, ``bias`` [N] is added in fp32 at the
     root, and the root is rounded once to ``out_dtype``. ``compiled=False`` keeps to torch operations.
     """
-    kernel = cpu_chain.load() if compiled else None
+    kernel = cpu_chain.load() if compiled and not traced() else None
     root = fold_tree(unit_partials(a, b, units)) if kernel is None else kernel(a, b, units)
     return finish(root, bias, out_dtype)
+
+
+def traced() -> bool:
+    """Whether a tracer or a dispatch mode records what torch does: it sees no kernel that writes through a pointer."""
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
 def finish(root: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -47,7 +52,8 @@ def finish(root: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
 def unit_partials(a: Tensor, b: Tensor, units: int) -> Tensor:
     """fp32 partials [units, M, N]: one chain per unit, in torch operations."""
     m, k, n = a.shape[0], a.shape[1], b.shape[0]
-    partials = torch.zeros(units, m, n)
+    # Device and dtype are stated: the process may have others as defaults (engines set them while they load).
+    partials = torch.zeros(units, m, n, dtype=torch.float32, device="cpu")
     if k == 0:
         return partials
     a_KM = a.float().t().contiguous()

@@ -18,9 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 
 from h3_kernels.errors import InputError, ProviderError
+
+_TOO_WIDE = (torch.float64, torch.complex64, torch.complex128)
 
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -63,15 +66,32 @@ class NodeOp:
 
     def _run(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
         device = _common_device(self.name, tensors)
+        for t in tensors:
+            wide = t is not None and t.dtype in _TOO_WIDE
+            check(not wide, self.name, "computes in fp32, got a float64 or complex tensor; round it first")
         result = self._implementation(device, "forward")(*tensors, **settings)
         return result if isinstance(result, tuple) else (result,)
 
     def __call__(self, *tensors: Tensor | None, **settings: Any) -> Any:
-        """Run the node; returns one tensor, or a tuple when the node has several outputs."""
+        """Run the node; returns one tensor, or a tuple when the node has several outputs.
+
+        Never inside a compiled graph: inductor drops a node's rounding to bf16 where the next node reads the value.
+        """
+        if torch.compiler.is_compiling():
+            return _eagerly(self, tensors, settings)
+        return self._call(tensors, settings)
+
+    def _call(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> Any:
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
             return _Apply.apply(self, settings, *tensors)  # type: ignore[no-untyped-call]
         kept = self._run(tensors, settings)
         return kept[0] if self.outputs == 1 else kept[: self.outputs]
+
+
+# torch.compiler.disable, but loading the compiler only when called: it would double the time this package takes.
+@_disable_dynamo
+def _eagerly(op: NodeOp, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> Any:
+    return op._call(tensors, settings)
 
 
 def _common_device(node: str, tensors: tuple[Tensor | None, ...]) -> torch.device:

@@ -105,7 +105,7 @@ def _attention(
 ) -> Tensor:
     known = provider in ("auto", "reference")
     check(known, "attention", f"the CPU has one provider, 'reference'; got {provider!r}")
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for rows in _documents(cu_seqlens, q.shape[0], max_seqlen):
         qs, ks, vs = (_heads_first(t, rows) for t in (q, k, v))
         p, total = _weights(qs, ks, scale)
@@ -125,7 +125,7 @@ def _attention_backward(
     scale: float,
     provider: str,
 ) -> tuple[Tensor | None, ...]:
-    grads = [torch.empty(q.shape, dtype=q.dtype) if need else None for need in needs[:3]]
+    grads = [torch.empty(q.shape, dtype=q.dtype, device=q.device) if need else None for need in needs[:3]]
     for rows in _documents(cu_seqlens, q.shape[0], max_seqlen):
         qs, ks, vs, g = (_heads_first(t, rows) for t in (q, k, v, dout))
         p, total = _weights(qs, ks, scale)

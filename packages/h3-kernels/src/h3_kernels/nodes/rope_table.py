@@ -18,7 +18,7 @@ def inverse_frequencies(count: int, theta: float = 10000.0) -> Tensor:
 
     ``theta ** -x`` differs in the last bit of 4 of the 16 values, so the division stays.
     """
-    exponent = torch.arange(0, 2 * count, 2, dtype=torch.float32) / (2 * count)
+    exponent = torch.arange(0, 2 * count, 2, dtype=torch.float32, device="cpu") / (2 * count)
     return 1.0 / (theta**exponent)
 
 

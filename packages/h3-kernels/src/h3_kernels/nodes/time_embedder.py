@@ -26,7 +26,7 @@ def sinusoid_frequencies(width: int, max_period: float = 10000.0) -> Tensor:
     """[width / 2] float32 on the CPU: ``exp(-ln max_period * i / half)``. Raises InputError on an odd width."""
     check(width % 2 == 0, "sinusoid_frequencies", f"width must be even, got {width}")
     half = width // 2
-    return exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32) / half)
+    return exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device="cpu") / half)
 
 
 def timestep_sinusoid(timesteps: Tensor, frequencies: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ def random_inputs(
     Drawn on ``device``, so the values of one seed differ between a CPU and a GPU.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    x = torch.randn(m, k, generator=generator, device=device)
-    weight = torch.randn(n, k, generator=generator, device=device) * k**-0.5
+    x = torch.randn(m, k, generator=generator, device=device, dtype=torch.float32)
+    weight = torch.randn(n, k, generator=generator, device=device, dtype=torch.float32) * k**-0.5
     return x.to(dtype), weight.to(dtype)
 
 
@@ -34,7 +34,9 @@ def cancellation_inputs(
     x[:, half : 2 * half], weight[:, half : 2 * half] = -x[:, :half], weight[:, :half]
     for start in (0, half):
         small = x[:, start : start + half : 16]
-        small.copy_(torch.randn(small.shape, generator=generator, device=device) * 2.0**-14)
+        small.copy_(
+            torch.randn(small.shape, generator=generator, device=device, dtype=torch.float32) * 2.0**-14
+        )
     return x.to(dtype), weight.to(dtype)
 
 

@@ -6,6 +6,7 @@ contract and the twin differ on the inputs they use; otherwise equality on those
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,16 +92,16 @@ def order_probe(k: int, *, units: int = UNITS, device: str = "cpu", seed: int = 
     on the tree alone. Three partials in four cancel in pairs of units chosen per row, so that orders differ in most
     rows.
     """
-    generator = torch.Generator().manual_seed(seed)
-    rows = 256
-    partials = torch.randn(rows, units, generator=generator)
-    large = torch.randn(rows, units // 2, generator=generator).bfloat16().float() * 2.0**20
-    shuffled = torch.rand(rows, units, generator=generator).argsort(dim=1)
+    generator, rows = torch.Generator("cpu").manual_seed(seed), 256
+    stated: Any = {"generator": generator, "device": "cpu", "dtype": torch.float32}
+    partials = torch.randn(rows, units, **stated)
+    large = torch.randn(rows, units // 2, **stated).bfloat16().float() * 2.0**20
+    shuffled = torch.rand(rows, units, **stated).argsort(dim=1)
     for pair in range(3 * units // 8):
         partials.scatter_(1, shuffled[:, 2 * pair : 2 * pair + 1], large[:, pair : pair + 1])
         partials.scatter_(1, shuffled[:, 2 * pair + 1 : 2 * pair + 2], -large[:, pair : pair + 1])
     partials = partials.bfloat16().float()
-    x = torch.zeros(rows, k)
+    x = torch.zeros(rows, k, device="cpu", dtype=torch.float32)
     x[:, [(start + stop) // 2 for start, stop in unit_bounds(k, units)]] = partials
     leaves = partials.t().unsqueeze(2)
     # Leaves are bf16 numbers already, so rounding them first is no other order.
