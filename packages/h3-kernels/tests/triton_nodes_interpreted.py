@@ -159,18 +159,20 @@ def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 def run_node(
-    case: tuple[Callable[..., object], tuple[object, ...], dict[str, object]], seed: int = 11
+    case: tuple[Callable[..., object], tuple[object, ...], dict[str, object]],
+    seed: int = 11,
+    layout: Callable[[Tensor], Tensor] = Tensor.contiguous,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs and the gradients of every floating tensor, for random output gradients."""
+    """Outputs and the gradients of every floating tensor, for random output gradients, all laid out by ``layout``."""
     function, tensors, settings = case
+    tensors = tuple(layout(t) if isinstance(t, Tensor) else t for t in tensors)
     inputs = [
-        t.detach().clone().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
-        for t in tensors
+        t.detach().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t for t in tensors
     ]
     result = function(*inputs, **settings)
     outputs = list(result) if isinstance(result, tuple) else [result]
     leaves = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    given = [random(*o.shape, seed=seed + i) for i, o in enumerate(outputs)]
+    given = [layout(random(*o.shape, seed=seed + i)) for i, o in enumerate(outputs)]
     grads = torch.autograd.grad(outputs, leaves, given, allow_unused=True)  # a rope table has no gradient
     return [o.detach() for o in outputs], [g for g in grads if g is not None]
 
@@ -198,6 +200,42 @@ def test_a_row_keeps_its_bits_in_any_company(name: str, kernels_on_cpu: Callable
     )
     for a, b in zip(*(r if isinstance(r, tuple) else (r,) for r in (whole, some)), strict=True):
         assert torch.equal(a[taken], b)
+
+
+def with_gaps(x: Tensor) -> Tensor:
+    """The values of x, the elements of its last axis two apart, with NaN (or a wrong index) between them."""
+    between = torch.full_like(x, float("nan")) if x.is_floating_point() else torch.zeros_like(x)
+    return torch.stack([x, between], dim=-1)[..., 0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gaps_between_columns_change_no_bit(name: str, kernels_on_cpu: Callable[[], None]) -> None:
+    """Every operand and every gradient may be a view with a stride on its last axis: weights, tables, indices too."""
+    kernels_on_cpu()
+    dense, strided = (run_node(node_cases()[name], layout=f) for f in (Tensor.contiguous, with_gaps))
+    for a, b in zip(dense[0] + dense[1], strided[0] + strided[1], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_gate_gradient_of_transposed_rows(kernels_on_cpu: Callable[[], None]) -> None:
+    """dy and branch may both lie column by column, and then so does their product."""
+    from h3_kernels.triton.gated_residual import launch_gated_residual_backward
+
+    rows, width = 6, 96
+    x, branch, dy = (random(rows, width, seed=s) for s in range(3))
+    gate, index = random(4, width, seed=3), torch.tensor([3, 0, 3, 1, 1, 3])
+    needs = (True, True, True, False, False)
+
+    def gradients(dy: Tensor, branch: Tensor) -> tuple[Tensor | None, ...]:
+        return launch_gated_residual_backward(dy, x, gate, branch, index, None, needs=needs)
+
+    expected = gradients(dy, branch)
+    for a, b in zip(
+        expected[:3], gradients(dy.t().contiguous().t(), branch.t().contiguous().t())[:3], strict=True
+    ):
+        assert a is not None
+        assert b is not None
+        assert torch.equal(a, b)
 
 
 def test_strided_rows_change_no_bit(kernels_on_cpu: Callable[[], None]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from h3_kernels.triton.rows import launcher
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def attention_forward(
     return out, lse
 
 
+@launcher
 def launch_attention(
     q: Tensor,
     k: Tensor,
@@ -149,6 +151,7 @@ def launch_attention(
     return out, out, lse
 
 
+@launcher
 def launch_attention_backward(
     dout: Tensor,
     q: Tensor,

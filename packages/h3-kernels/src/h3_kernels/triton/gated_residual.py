@@ -16,8 +16,8 @@ from h3_kernels.triton.rms_norm import modulation_gradients, norm_backward
 from h3_kernels.triton.rows import (
     FEW_ROWS,
     chunking,
-    columns_contiguous,
     inverse_rms,
+    launcher,
     load_chunk,
     options,
     pair_sum,
@@ -94,8 +94,6 @@ def gated_residual_norm_kernel(
 
 
 def _gated(x: Tensor | None, gate: Tensor | None, branch: Tensor, index: Tensor | None) -> Tensor:
-    branch = columns_contiguous(branch)
-    x = None if x is None else columns_contiguous(x)
     y = torch.empty(branch.shape, dtype=branch.dtype, device=branch.device)
     if branch.shape[0]:
         gated_residual_kernel[(branch.shape[0],)](
@@ -109,6 +107,7 @@ def _gate_gradient(dy: Tensor, branch: Tensor, gate: Tensor, index: Tensor, orde
     return sum_rows_by_index(dy.float() * branch.float(), index, gate.shape[0], order).to(gate.dtype)
 
 
+@launcher
 def launch_residual(x: Tensor, branch: Tensor) -> Tensor:
     """See `nodes.gated_residual.residual`."""
     return _gated(x, None, branch, None)
@@ -121,6 +120,7 @@ def launch_residual_backward(
     return dy if needs[0] else None, dy if needs[1] else None
 
 
+@launcher
 def launch_gated_residual(
     x: Tensor, gate: Tensor, branch: Tensor, index: Tensor, order: Tensor | None
 ) -> Tensor:
@@ -128,6 +128,7 @@ def launch_gated_residual(
     return _gated(x, gate, branch, index)
 
 
+@launcher
 def launch_gated_residual_backward(
     dy: Tensor,
     x: Tensor,
@@ -144,6 +145,7 @@ def launch_gated_residual_backward(
     return dy if needs[0] else None, dgate, dbranch, None, None
 
 
+@launcher
 def launch_gated_residual_norm(
     x: Tensor,
     gate: Tensor,
@@ -157,7 +159,6 @@ def launch_gated_residual_norm(
     eps: float,
 ) -> tuple[Tensor, ...]:
     """(y, h) of `nodes.gated_residual.gated_residual_norm`, and y again, which its backward keeps."""
-    x, branch = columns_contiguous(x), columns_contiguous(branch)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     h = torch.empty_like(y)
     if x.shape[0]:
@@ -169,6 +170,7 @@ def launch_gated_residual_norm(
     return y, h, y
 
 
+@launcher
 def launch_gated_residual_norm_backward(
     dy: Tensor,
     dh: Tensor,

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 from h3_kernels.nodes._order import sum_heads
-from h3_kernels.triton.rows import inverse_rms
+from h3_kernels.triton.rows import inverse_rms, launcher
 from h3_kernels.triton.sum_rows import sum_rows
 
 if TYPE_CHECKING:
@@ -163,6 +163,7 @@ def qk_norm_rope_backward_kernel(
         )  # fmt: skip
 
 
+@launcher
 def launch_qk_norm_rope(
     q: Tensor,
     k: Tensor,
@@ -186,6 +187,7 @@ def launch_qk_norm_rope(
     return q_out, k_out
 
 
+@launcher
 def launch_qk_norm_rope_backward(
     dq_out: Tensor,
     dk_out: Tensor,

@@ -15,8 +15,8 @@ import triton.language as tl
 from h3_kernels.triton.rows import (
     FEW_ROWS,
     chunking,
-    columns_contiguous,
     inverse_rms,
+    launcher,
     load_chunk,
     options,
     pair_sum,
@@ -147,7 +147,6 @@ def norm_forward(
     x: Tensor, weight: Tensor, shift: Tensor | None, scale: Tensor | None, index: Tensor | None, eps: float
 ) -> Tensor:
     """y [T, W] of x's dtype; shift, scale [R, W] and index [T] are None together for the plain norm."""
-    x = columns_contiguous(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.shape[0]:
         rms_norm_kernel[(x.shape[0],)](
@@ -172,9 +171,8 @@ def norm_backward(
 
     `residual` = (d out, gate) completes the backward of a gated residual that x came from.
     """
-    dy, x = columns_contiguous(dy), columns_contiguous(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dout, gate = (None, None) if residual is None else (columns_contiguous(residual[0]), residual[1])
+    dout, gate = (None, None) if residual is None else residual
     dbranch = None if residual is None else torch.empty_like(dx)
     weight_terms, scale_terms = (
         torch.empty_like(dx, dtype=torch.float32) if term else None for term in terms
@@ -204,20 +202,20 @@ def modulation_gradients(
     weight_terms, scale_terms = terms
     rows = shift.shape[0]
     dweight = None if weight_terms is None else sum_rows(weight_terms, order).to(weight.dtype)
-    dshift = (
-        sum_rows_by_index(columns_contiguous(dy), index, rows, order).to(shift.dtype) if needs_shift else None
-    )
+    dshift = sum_rows_by_index(dy, index, rows, order).to(shift.dtype) if needs_shift else None
     dscale = (
         None if scale_terms is None else sum_rows_by_index(scale_terms, index, rows, order).to(scale.dtype)
     )
     return dweight, dshift, dscale
 
 
+@launcher
 def launch_rms_norm(x: Tensor, weight: Tensor, order: Tensor | None, *, eps: float) -> Tensor:
     """See `nodes.rms_norm.rms_norm`."""
     return norm_forward(x, weight, None, None, None, eps)
 
 
+@launcher
 def launch_rms_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, order: Tensor | None, *, needs: tuple[bool, ...], eps: float
 ) -> tuple[Tensor | None, ...]:
@@ -227,6 +225,7 @@ def launch_rms_norm_backward(
     return dx if needs[0] else None, dweight, None
 
 
+@launcher
 def launch_rms_norm_modulate(
     x: Tensor,
     weight: Tensor,
@@ -241,6 +240,7 @@ def launch_rms_norm_modulate(
     return norm_forward(x, weight, shift, scale, index, eps)
 
 
+@launcher
 def launch_rms_norm_modulate_backward(
     dy: Tensor,
     x: Tensor,

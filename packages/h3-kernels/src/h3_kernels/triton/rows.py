@@ -13,13 +13,18 @@ of the row statistics are the IEEE ones.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import triton
 import triton.language as tl
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Result = TypeVar("Result")
 
 CHUNK = 2048
 """Columns added lane by lane, part of the bits; 5376 is 2 chunks and five eighths. Of 512, 1024 and 2048 columns on 2,
@@ -47,7 +52,17 @@ def chunking(columns: int) -> dict[str, int]:
 
 def columns_contiguous(x: Tensor) -> Tensor:
     """x itself if its last axis is contiguous, else a copy that is (a gradient may arrive expanded)."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
+def launcher(launch: Callable[..., Result]) -> Callable[..., Result]:
+    """``launch`` for tensors of any strides: kernels step along a last axis by 1, so others are copied first."""
+
+    @functools.wraps(launch)
+    def with_columns_contiguous(*tensors: Tensor | None, **settings: Any) -> Result:
+        return launch(*(None if t is None else columns_contiguous(t) for t in tensors), **settings)
+
+    return with_columns_contiguous
 
 
 def row_stride(x: Tensor | None) -> int:

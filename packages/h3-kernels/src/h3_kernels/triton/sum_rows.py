@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
+from h3_kernels.triton.rows import columns_contiguous
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +49,7 @@ def sum_rows_kernel(
 
 
 def sum_rows(x: Tensor, order: Tensor | None = None) -> Tensor:
-    """x [T, C], columns contiguous -> fp32 [C]: the rows at `order` (all, if None) by the tree of neighbours."""
+    """x [T, C] -> fp32 [C]: the rows at `order` (all, if None) by the tree of neighbours."""
     count = x.shape[0] if order is None else order.shape[0]
     bounds = torch.zeros(2, dtype=torch.int64, device=x.device)
     bounds[1:].fill_(count)  # on the device: a copy from the host could not be captured in a graph
@@ -66,7 +67,7 @@ def sum_rows_by_index(x: Tensor, index: Tensor, rows: int, order: Tensor | None)
 
 
 def _tree(x: Tensor, positions: Tensor | None, bounds: Tensor, longest: int) -> Tensor:
-    segments = bounds.shape[0] - 1
+    x, segments = columns_contiguous(x), bounds.shape[0] - 1
     while True:
         blocks = max(1, triton.cdiv(longest, BLOCK_ROWS))
         out = torch.empty((segments, blocks, x.shape[-1]), dtype=torch.float32, device=x.device)

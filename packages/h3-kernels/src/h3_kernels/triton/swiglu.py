@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 import triton.language as tl
-from h3_kernels.triton.rows import columns_contiguous
+from h3_kernels.triton.rows import launcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,9 +57,9 @@ def swiglu_backward_kernel(
     tl.store(dvalue_ptr + row * dvalue_stride + columns, dvalue.to(dvalue_ptr.dtype.element_ty), mask=live)
 
 
+@launcher
 def launch_swiglu(gate: Tensor, value: Tensor) -> Tensor:
     """See `nodes.swiglu.swiglu`."""
-    gate, value = columns_contiguous(gate), columns_contiguous(value)
     rows, columns = gate.shape
     y = torch.empty((rows, columns), dtype=gate.dtype, device=gate.device)
     if y.numel():
@@ -69,11 +69,11 @@ def launch_swiglu(gate: Tensor, value: Tensor) -> Tensor:
     return y
 
 
+@launcher
 def launch_swiglu_backward(
     dy: Tensor, gate: Tensor, value: Tensor, *, needs: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (gate, value)."""
-    dy, gate, value = (columns_contiguous(x) for x in (dy, gate, value))
     rows, columns = gate.shape
     dgate, dvalue = _gradients(gate, value)
     if dy.numel():
