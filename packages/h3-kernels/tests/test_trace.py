@@ -273,3 +273,40 @@ def test_every_single_bit_changes_a_digest(dtype):
 def test_a_step_must_begin_before_outputs_are_observed():
     with pytest.raises(InputError, match="no step has begun"):
         Recorder("x").observe("node", "y", torch.zeros(2, 2), rows="packed")
+
+
+def test_rows_of_nothing_have_digests_and_compare():
+    """A clip without audio has streams of no rows; a node may give no columns."""
+    assert row_digests(torch.zeros(0, 5)).shape == (0,)
+    assert row_digests(torch.zeros(3, 0)).tolist() == [0, 0, 0]
+    traces = [Recorder(label) for label in "ab"]
+    for recorder in traces:
+        recorder.start_step()
+        recorder.observe("audio_patch_proj", "audio_rows", torch.zeros(0, 4), rows="audio")
+        recorder.velocity(audio=torch.zeros(0, 4))
+    a, b = (recorder.trace for recorder in traces)
+    assert first_divergence(a, b) is None
+    assert velocity_drift(a, b) == [{"audio": 0.0}]
+    b.steps[0].velocity["audio"] = torch.zeros(1, 4)
+    assert velocity_drift(a, b) == [{}]
+    assert first_divergence(a, b) is not None
+
+
+def test_two_traces_of_nothing_are_not_equal():
+    a, b = Recorder("a").trace, Recorder("b").trace
+    with pytest.raises(NotComparableError, match="nothing was recorded in both 'a' and 'b'"):
+        first_divergence(a, b)
+
+
+def test_ranks_that_recorded_different_things_do_not_merge():
+    traces = [Recorder(f"rank {r}", parallel=Parallel("tensor", 2, r)) for r in range(2)]
+    for recorder in traces:
+        recorder.start_step()
+    traces[1].observe("blocks.0.norm1", "h", torch.zeros(2, 4), rows="packed")
+    with pytest.raises(InputError, match=r"step 0: blocks\.0\.norm1 is missing on some ranks"):
+        merge_ranks([recorder.trace for recorder in traces])
+    traces[1].start_step()
+    with pytest.raises(InputError, match=r"recorded \[1, 2\] steps"):
+        merge_ranks([recorder.trace for recorder in traces])
+    with pytest.raises(InputError, match="no trace given"):
+        merge_ranks([])

@@ -45,7 +45,7 @@ def divergences(a: Trace, b: Trace) -> Iterator[Divergence]:
     """Every difference in the order computed: noise, sigmas, then each step's nodes, velocity and latents.
 
     Nodes that only one trace recorded are passed over. Raises NotComparableError if fingerprints differ, if
-    digests cover different numbers of rows, if a rank's trace was not merged, or if no node is in both.
+    digests cover different numbers of rows, if a rank's trace was not merged, or if no node, or nothing, is in both.
     """
     _check(a, b)
     yield from _tensors(None, "noise", a.noise, b.noise)
@@ -67,15 +67,22 @@ def first_divergence(a: Trace, b: Trace) -> Divergence | None:
 
 
 def velocity_drift(a: Trace, b: Trace) -> list[dict[str, float]]:
-    """Largest absolute difference of each stream's velocity, step by step, over the steps both have."""
+    """Largest absolute difference of each stream's velocity, step by step, over the steps both have.
+
+    A stream without rows has none (0.0); one of different shapes is left out, as it is among the ``divergences``.
+    """
     return [
         {
-            name: float((left.velocity[name].double() - right.velocity[name].double()).abs().amax())
-            for name in left.velocity
-            if name in right.velocity
+            name: _largest_difference(mine, right.velocity[name])
+            for name, mine in left.velocity.items()
+            if name in right.velocity and mine.shape == right.velocity[name].shape
         }
         for left, right in zip(a.steps, b.steps, strict=False)
     ]
+
+
+def _largest_difference(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).abs().amax()) if a.numel() else 0.0
 
 
 def _check(a: Trace, b: Trace) -> None:
@@ -93,6 +100,21 @@ def _check(a: Trace, b: Trace) -> None:
     left, right = (trace.steps[0].outputs.keys() if trace.steps else set() for trace in (a, b))
     if left and right and not left & right:
         raise NotComparableError(f"no node is in both {a.label!r} and {b.label!r}")
+    if not recorded_by_both(a, b):
+        raise NotComparableError(
+            f"nothing was recorded in both {a.label!r} and {b.label!r}: that is not equality"
+        )
+
+
+def recorded_by_both(a: Trace, b: Trace) -> int:
+    """Number of outputs and trajectory tensors that both traces hold."""
+    pairs: list[tuple[Mapping[Any, object], Mapping[Any, object]]] = [
+        (a.noise, b.noise),
+        (a.sigmas, b.sigmas),
+    ]
+    for x, y in zip(a.steps, b.steps, strict=False):
+        pairs += [(x.outputs, y.outputs), (x.velocity, y.velocity), (x.latents, y.latents)]
+    return sum(len(x.keys() & y.keys()) for x, y in pairs)
 
 
 def _differing_keys(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -127,7 +149,8 @@ def _tensors(step: int | None, kind: str, a: dict[str, Tensor], b: dict[str, Ten
             described = (f"{list(left.shape)} {left.dtype}", f"{list(right.shape)} {right.dtype}")
             yield Divergence(step, kind, name, None, 0, 0, described)
             continue
-        flat = [t.reshape(t.shape[0], -1).contiguous().view(torch.uint8) for t in (left, right)]
+        rows, columns = left.shape[0], left.shape[1:].numel()
+        flat = [t.reshape(rows, columns).contiguous().view(torch.uint8) for t in (left, right)]
         where = (flat[0] != flat[1]).any(1).nonzero().squeeze(1)
         if where.numel():
             yield Divergence(step, kind, name, int(where[0]), where.numel(), left.shape[0], ("", ""))

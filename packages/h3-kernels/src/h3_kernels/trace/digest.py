@@ -32,7 +32,7 @@ def row_digests(x: Tensor, first_column: int = 0) -> Tensor:
     """
     if x.dim() == 0:
         raise InputError("row_digests: a scalar has no rows; expected [rows, ...]")
-    flat = x.detach().reshape(x.shape[0], -1).contiguous().view(_BITS[x.element_size()])
+    flat = x.detach().reshape(x.shape[0], x.shape[1:].numel()).contiguous().view(_BITS[x.element_size()])
     wide = x.element_size() // flat.element_size()
     factors = _column_factors(first_column * wide, flat.shape[1], x.device)
     rows = max(1, _BLOCK_ELEMENTS // max(1, flat.shape[1]))

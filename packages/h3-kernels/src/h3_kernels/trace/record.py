@@ -178,6 +178,8 @@ def merge_ranks(traces: Sequence[Trace]) -> Trace:
     same on every rank. Raises InputError if ranks are missing, if they recorded different nodes, or if a
     replicated output differs between ranks (the message names it).
     """
+    if not traces:
+        raise InputError("merge_ranks: no trace given; expected one of each rank, in order")
     first = traces[0]
     p = first.parallel
     ranks = [t.parallel for t in traces]
@@ -189,6 +191,9 @@ def merge_ranks(traces: Sequence[Trace]) -> Trace:
         expected = "the ranks of one run" if p is None else f"ranks 0..{p.ranks - 1}"
         raise InputError(f"merge_ranks: expected {expected} with rows_per_digest=1, in order")
     merged = Trace(first.label, first.fingerprint, 1, None, first.noise, first.sigmas)
+    counts = [len(t.steps) for t in traces]
+    if len(set(counts)) > 1:
+        raise InputError(f"merge_ranks: ranks recorded {counts} steps; expected the same number on each")
     for number, steps in enumerate(zip(*(t.steps for t in traces), strict=True)):
         merged.steps.append(_merge_step(number, steps))
     return merged
@@ -196,9 +201,11 @@ def merge_ranks(traces: Sequence[Trace]) -> Trace:
 
 def _merge_step(number: int, steps: tuple[Step, ...]) -> Step:
     step = Step(velocity=steps[0].velocity, latents=steps[0].latents)
-    for key in steps[0].outputs:
-        if any(key not in other.outputs for other in steps):
+    everywhere = set.intersection(*(set(s.outputs) for s in steps))
+    for other in steps:
+        for key in other.outputs.keys() - everywhere:
             raise InputError(f"merge_ranks: step {number}: {key[0]} is missing on some ranks")
+    for key in steps[0].outputs:
         outputs = [other.outputs[key] for other in steps]
         if outputs[0].held == "whole" and any(not torch.equal(o.rows, outputs[0].rows) for o in outputs):
             raise InputError(f"merge_ranks: step {number}: {key[0]} {key[1]} differs between ranks")
