@@ -46,7 +46,7 @@ parity: setup  ## the same tiny weights through both real engines, with and with
 	OMP_NUM_THREADS=1 $(BIN)/python tools/parity.py
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .boot .demo .venv .wheelhouse .nox site dist

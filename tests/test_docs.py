@@ -108,16 +108,34 @@ def test_a_block_of_the_site_runs_or_says_it_is_text() -> None:
     assert not loose
 
 
+def build_site(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """As the `docs` session builds it. Not --quiet: that hides the warnings from --strict, and everything passes."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(site)]
+    env = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
 def test_the_site_builds_without_a_warning_and_shows_its_figures(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = build_site(ROOT / "mkdocs.yml", tmp_path)
     assert done.returncode == 0, done.stderr
-    page = tmp_path / "site" / "results" / "index.html"
+    page = tmp_path / "results" / "index.html"
     shown = [
         page.parent / source for source in re.findall(r'<img alt="[^"]*" src="([^"]*)"', page.read_text())
     ]
     assert len(shown) >= len(list((ROOT / "benchmarks" / "results").glob("*.json")))
     assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in shown)
+
+
+def test_a_dead_link_stops_the_site(tmp_path: Path) -> None:
+    """Negative twin, with the site's own rules for links."""
+    rules = re.search(r"^validation:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert rules is not None
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[dead](index.md#nowhere)\n")
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: twin\n{rules[0]}")
+    done = build_site(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0
+    assert "nowhere" in done.stderr
 
 
 def test_every_page_is_in_the_navigation() -> None:
