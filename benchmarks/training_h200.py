@@ -90,7 +90,7 @@ class Bench:
                 if name in ("projections", "model"):
                     self.handles[name] = install_h3_training(model, scope=name)
                 self.models[name] = model
-                self.step(name, self.request(20))()
+                self.step(name, self.request(70))()
             except (H3AdapterError, H3KernelsError, RuntimeError) as error:
                 self.refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 self.models.pop(name, None)
