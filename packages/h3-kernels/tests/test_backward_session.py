@@ -248,3 +248,13 @@ def test_keys_are_checked_and_owned():
             LogicalKeys(wrong)
     with pytest.raises(LogicalKeysError, match="4 keys for 3 rows"):
         projection(torch.ones(3, 8), torch.ones(8, 8), logical_keys=keys)
+
+
+def test_keys_on_another_device_are_refused_before_anything_runs():
+    """Found in backward otherwise; keys of rows already in order name no position and serve any device."""
+    meta = torch.device("meta")
+    shuffled, ordered = (LogicalKeys(torch.tensor(keys)) for keys in ([[0, 1], [0, 0]], [[0, 0], [0, 1]]))
+    with pytest.raises(LogicalKeysError, match="keys are on cpu, their rows on meta"):
+        keys_of_rows(shuffled, 2, meta)
+    assert keys_of_rows(ordered, 2, meta) is ordered
+    assert keys_of_rows(shuffled, 2, torch.device("cpu")) is shuffled

@@ -102,6 +102,9 @@ def test_layouts_reach_the_provider_without_a_copy_and_odd_strides_are_copied():
         (wide[:, :16], "k", True),
         (wide[:, ::2], "k", False),
         (x[:1].expand(6, 16), "k", False),
+        (wide.flatten()[1:97].view(6, 16), "k", False),  # begins off 16 bytes
+        (torch.zeros(6, 20, dtype=x.dtype)[:, :16], "k", False),  # rows 40 bytes apart
+        (torch.zeros(6, 20, dtype=x.dtype), "k", True),  # dense, as a probe's operands are
     ):
         found, kind = providers._operand(a, "m")
         assert (kind, found.data_ptr() == a.data_ptr()) == (layout, same)

@@ -185,6 +185,15 @@ def test_fingerprint_is_json_and_follows_every_weight_and_fact():
     assert len({made["id"], *(c["id"] for c in changed)}) == 3
 
 
+def test_a_fingerprint_names_the_attention_the_environment_asks_for(monkeypatch):
+    """Every provider has its own bits, however it was asked for."""
+    auto, named = fingerprint(tiny.GRAPH), fingerprint(tiny.GRAPH, Settings(attention="fa3"))
+    monkeypatch.setenv("H3_ATTENTION", "fa3")
+    assert auto != named
+    assert fingerprint(tiny.GRAPH) == named
+    assert fingerprint(tiny.GRAPH, Settings(attention="triton"))["attention"] == "triton"
+
+
 def test_a_trace_survives_the_disk(tmp_path):
     trace = record()
     save(trace, tmp_path / "a")

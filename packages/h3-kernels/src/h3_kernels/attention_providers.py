@@ -124,7 +124,7 @@ class TritonAttention:
     name = "triton"
 
     def refuses(self, call: AttentionCall) -> str | None:
-        """Any CUDA device Triton supports, half precision, heads a power of two from 16 to 256."""
+        """Any CUDA device Triton supports, half precision, heads of 16, 32, 64 or 128."""
         if call.device_type != "cuda":
             return f"runs on CUDA, got {call.device_type}"
         if call.dtype not in (torch.bfloat16, torch.float16) or call.head_dim not in (16, 32, 64, 128):
@@ -151,6 +151,11 @@ def registered(capability: tuple[int, int] | None = None) -> tuple[AttentionProv
     return tuple(_PROVIDERS[name] for name in _FASTEST_FIRST.get(capability, tuple(_PROVIDERS)))
 
 
+def requested(wanted: str) -> str:
+    """``wanted``, or what H3_ATTENTION names in the place of "auto"."""
+    return os.environ.get(ENVIRONMENT, wanted) if wanted == "auto" else wanted
+
+
 def choose(call: AttentionCall, wanted: str, device: torch.device) -> AttentionProvider:
     """The first provider that serves `call` and proves its bits on `device`, or the one named `wanted` if it does.
 
@@ -158,9 +163,7 @@ def choose(call: AttentionCall, wanted: str, device: torch.device) -> AttentionP
     choice reads results back, so make it before a graph is captured. Raises ProviderError with the reason of every
     candidate if none is legal.
     """
-    if wanted == "auto":
-        wanted = os.environ.get(ENVIRONMENT, "auto")
-    return _chosen(call, wanted, device)
+    return _chosen(call, requested(wanted), device)
 
 
 @functools.lru_cache(maxsize=256)

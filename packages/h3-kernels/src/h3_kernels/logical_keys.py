@@ -50,6 +50,22 @@ def as_logical_keys(keys: "LogicalKeys | Tensor | None") -> LogicalKeys | None:
     return LogicalKeys(keys) if isinstance(keys, Tensor) else keys
 
 
+def keys_of_rows(keys: "LogicalKeys | Tensor | None", rows: int, device: torch.device) -> LogicalKeys | None:
+    """``keys`` for ``rows`` rows on ``device``, or None.
+
+    Raises LogicalKeysError if they are of another number of rows, or if their order cannot be applied there.
+    """
+    keys = as_logical_keys(keys)
+    if keys is None:
+        return None
+    keys.check_rows(rows)
+    if keys.order is not None and keys.order.device != device:
+        raise LogicalKeysError(
+            f"keys are on {keys.order.device}, their rows on {device}; move the keys there"
+        )
+    return keys
+
+
 def canonical_order(keys: Tensor) -> Tensor | None:
     """Indices of the active rows of ``keys`` [T, W] in ascending order; None if that is 0..T-1.
 

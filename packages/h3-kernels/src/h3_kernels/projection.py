@@ -9,7 +9,7 @@ from h3_kernels.contract import PROJECTION, UNITS, legality
 from h3_kernels.errors import InputError
 from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import ColumnCall, apply_group, apply_linear
-from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
+from h3_kernels.logical_keys import LogicalKeys, keys_of_rows
 
 Keys = LogicalKeys | Tensor | None
 
@@ -54,7 +54,7 @@ def projection(  # noqa: PLR0913  # one call states the whole contract
         raise InputError(f"projection: gather_rows needs x [T, K], got {list(x.shape)}; flatten it first")
     rows = x.numel() // max(x.shape[-1], 1)
     call = ColumnCall(
-        keys=_checked_keys(logical_keys, rows if gather_rows is None else gather_rows),
+        keys=keys_of_rows(logical_keys, rows if gather_rows is None else gather_rows, x.device),
         parts=list(parts),
         units=input_grad_units(n, len(parts)) // tp,
         gather_rows=gather_rows or 0,
@@ -97,7 +97,7 @@ def projection_group(
     check_collective(collective, tp, rank, UNITS)
     rows = x.numel() // max(x.shape[-1], 1)
     call = ColumnCall(
-        keys=_checked_keys(logical_keys, rows),
+        keys=keys_of_rows(logical_keys, rows, x.device),
         parts=list(range(parts)),
         units=input_grad_units(n, parts) // tp,
         gather_rows=0,
@@ -111,10 +111,3 @@ def projection_group(
 def input_grad_units(n: int, parts: int) -> int:
     """Units of dX of a whole [N, K] weight: 8, or 1 (a plain chain) where N does not divide, so cannot be sharded."""
     return 1 if n % (parts * UNITS) else UNITS
-
-
-def _checked_keys(logical_keys: Keys, rows: int) -> LogicalKeys | None:
-    keys = as_logical_keys(logical_keys)
-    if keys is not None:
-        keys.check_rows(rows)
-    return keys

@@ -21,6 +21,8 @@ from h3_kernels.errors import InputError, ProviderError
 
 Layout = Literal["k", "m", "n"]
 DTYPES = (torch.bfloat16, torch.float32)
+ALIGNMENT = 16
+"""Bytes. Vector loads and the copy engine read memory in steps of 16 (CUDA programming guide, device memory accesses)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,13 +187,23 @@ def tree_gemm(
 
 
 def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
-    """The operand and its layout; strides that no GEMM reads (both above 1, or overlapping rows) are copied."""
+    """The operand and its layout, copied unless its memory lies as a fresh tensor's does.
+
+    No GEMM reads two strides above 1 or overlapping rows; and for what begins or steps off 16 bytes a library picks
+    other kernels than those a probe has seen.
+    """
     rows, columns = t.shape
-    if t.stride(1) == 1 and (rows == 1 or t.stride(0) >= columns):
-        return t, "k"
-    if t.stride(0) == 1 and (columns == 1 or t.stride(1) >= rows):
-        return t, across
-    return t.contiguous(), "k"
+    if t.data_ptr() % ALIGNMENT == 0:
+        if t.stride(1) == 1 and _in_lines(rows, columns, t.stride(0), t.element_size()):
+            return t, "k"
+        if t.stride(0) == 1 and _in_lines(columns, rows, t.stride(1), t.element_size()):
+            return t, across
+    return t.clone(memory_format=torch.contiguous_format), "k"
+
+
+def _in_lines(count: int, width: int, step: int, size: int) -> bool:
+    """Whether ``count`` lines of ``width`` elements of ``size`` bytes, ``step`` apart, are dense or on aligned steps."""
+    return count == 1 or step == width or (step > width and step * size % ALIGNMENT == 0)
 
 
 @functools.cache

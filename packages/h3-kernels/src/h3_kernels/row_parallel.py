@@ -7,7 +7,7 @@ from h3_kernels.contract import UNITS, legality, parallel_id, parse_parallel_id
 from h3_kernels.errors import ContractError, InputError
 from h3_kernels.linear_inputs import check_operands, require
 from h3_kernels.linears import RowCall, apply_linear
-from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
+from h3_kernels.logical_keys import LogicalKeys, keys_of_rows
 
 
 def row_parallel(  # noqa: PLR0913  # one call states the whole contract
@@ -47,8 +47,6 @@ def row_parallel(  # noqa: PLR0913  # one call states the whole contract
     if scatter_rows and x.dim() != 2:
         raise InputError(f"row_parallel: scatter_rows needs x [T, K], got {list(x.shape)}; flatten it first")
     rows = x.numel() // max(x.shape[-1], 1)
-    keys = as_logical_keys(logical_keys)
-    if keys is not None:
-        keys.check_rows(rows)
+    keys = keys_of_rows(logical_keys, rows, x.device)
     call = RowCall(keys, units // tp, scatter_rows, provider, name_of(collective))
     return apply_linear(call, x, weight, bias)

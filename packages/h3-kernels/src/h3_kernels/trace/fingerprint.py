@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from h3_kernels.attention_providers import requested
 from h3_kernels.graph import PackedDiT, Settings
 from h3_kernels.graph.settings import requested_operator
 from h3_kernels.trace.digest import digest_of, row_digests
@@ -28,14 +29,14 @@ def fingerprint(
     ``weights``: whole tensors by ``module`` name (not a rank's shards); a digest of each block and of each other
     component enters the fingerprint.
     ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The
-    attention provider that ``settings`` names is part of it; degrees of parallelism, padding, providers of
+    attention provider that ``settings`` or H3_ATTENTION names is part of it; degrees of parallelism, padding, providers of
     linears and checkpointing are not: they change no bit.
     """
     settings = settings or Settings()
     document: dict[str, Any] = {
         "architecture": graph.config.to_mapping(),
         "contract": settings.contract,
-        "attention": settings.attention,
+        "attention": requested(settings.attention),
         "nodes": _hash([[n.name, n.op, requested_operator(n, settings), n.eps] for n in graph.nodes]),
         "facts": dict(sorted(facts.items())),
     }
