@@ -4,7 +4,7 @@ import pytest
 import torch
 from h3_kernels.backward_session import active_session, backward_session
 from h3_kernels.errors import LogicalKeysError, SessionError
-from h3_kernels.logical_keys import LogicalKeys, canonical_order
+from h3_kernels.logical_keys import LogicalKeys, canonical_order, keys_of_rows
 from h3_kernels.lora import lora_linear
 from h3_kernels.projection import projection, projection_group
 from h3_kernels.row_parallel import row_parallel

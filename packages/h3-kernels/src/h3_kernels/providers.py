@@ -22,7 +22,7 @@ from h3_kernels.errors import InputError, ProviderError
 Layout = Literal["k", "m", "n"]
 DTYPES = (torch.bfloat16, torch.float32)
 ALIGNMENT = 16
-"""Bytes. Vector loads and the copy engine read memory in steps of 16 (CUDA programming guide, device memory accesses)."""
+"""Bytes. Vector loads and the copy engine read memory in steps of 16 (CUDA programming guide, memory accesses)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
 
 
 def _in_lines(count: int, width: int, step: int, size: int) -> bool:
-    """Whether ``count`` lines of ``width`` elements of ``size`` bytes, ``step`` apart, are dense or on aligned steps."""
+    """Whether ``count`` lines of ``width`` elements of ``size`` bytes are dense or ``step`` apart by whole ALIGNMENTs."""
     return count == 1 or step == width or (step > width and step * size % ALIGNMENT == 0)
 
 

@@ -29,8 +29,8 @@ def fingerprint(
     ``weights``: whole tensors by ``module`` name (not a rank's shards); a digest of each block and of each other
     component enters the fingerprint.
     ``facts``: what else must agree, e.g. ``revision=...``, ``variant="FL2VA"``, ``video_shift=12.0``. The
-    attention provider that ``settings`` or H3_ATTENTION names is part of it; degrees of parallelism, padding, providers of
-    linears and checkpointing are not: they change no bit.
+    attention provider that ``settings`` or H3_ATTENTION names is part of it; degrees of parallelism, padding,
+    providers of linears and checkpointing are not: they change no bit.
     """
     settings = settings or Settings()
     document: dict[str, Any] = {
