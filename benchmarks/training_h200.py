@@ -20,7 +20,6 @@ byte by byte with the trainer's.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -44,7 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-import environment
+from records import Writer
 
 RELEASE = {
     "num_attention_heads": 56,
@@ -189,18 +188,14 @@ class Bench:
         request = self.request(rows)
         forwards = {name: self.forward(name, request) for name in self.models}
         steps = {name: self.step(name, request) for name in self.models}
-        baseline = next(iter(self.models))
         found: dict[str, Any] = {
             "rows": rows,
             "bits": {name: self.bits(name, request) for name in self.models},
-            "gradient_distance_to_stock": distances(steps, baseline),
+            "gradient_distance_to_stock": distances(steps, next(iter(self.models))),
         }
         for kind, runs in (("forward", forwards), ("step", steps)):
             timings = interleaved_bench(runs, device=self.device, rounds=rounds, flush_l2=False, graphs=False)
             found[f"{kind}_ms"] = {name: round(t.median_us / 1e3, 2) for name, t in timings.items()}
-            found[f"{kind}_over_{baseline}"] = {
-                name: round(t.median_us / timings[baseline].median_us, 3) for name, t in timings.items()
-            }
         if self.device == "cuda":
             found["step_peak_gib"] = {name: peak(run) for name, run in steps.items()}
         return found
@@ -330,12 +325,28 @@ def peak(run: Callable[[], Any]) -> float:
     return round(torch.cuda.max_memory_allocated() / GIB, 3)
 
 
-def keep(record: dict[str, Any], kind: str, cell: dict[str, Any], out: Path) -> None:
-    """Add a cell and write the record, so that a run cut short leaves what it measured."""
-    record[kind].append(cell)
-    print(json.dumps(cell), file=sys.stderr, flush=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+def cell_records(cell: dict[str, Any], stock: str) -> list[dict[str, Any]]:
+    """One record per direction and variant of a cell, beside the variant `stock`."""
+    peaks = cell.get("step_peak_gib", {})
+    return [
+        {
+            "scope": variant,
+            "direction": direction,
+            "rows": cell["rows"],
+            "peer": f"stock, {stock}",
+            "ours_ms": ours_ms,
+            "stock_ms": cell[f"{direction}_ms"][stock],
+            "ratio": round(ours_ms / cell[f"{direction}_ms"][stock], 4),
+            "peak_gib": peaks.get(variant),
+            "stock_peak_gib": peaks.get(stock),
+            "differing": cell["bits"][variant],
+            "stock_differing": cell["bits"][stock],
+            "gradient_distance_to_stock": cell["gradient_distance_to_stock"][variant],
+        }
+        for direction in ("forward", "step")
+        for variant, ours_ms in cell[f"{direction}_ms"].items()
+        if variant != stock
+    ]
 
 
 def main() -> None:
@@ -355,21 +366,23 @@ def main() -> None:
     config = dict(TINY) if arguments.smoke else {**RELEASE, "num_layers": arguments.layers}
     rows = [20, 33] if arguments.smoke else arguments.rows
     bench = Bench(config, device)
-    record: dict[str, Any] = {
-        "environment": environment.collect(),
-        "config": config,
+    writer = Writer(arguments.out)
+    shared = {
+        "engine": "diffusers",
+        "blocks": config["num_layers"],
+        "hidden": config["hidden_size"],
         "lora_rank": RANK,
-        "refused": bench.refused,
-        "cells": [],
-        "gate": [],
-        "rollout": [],
     }
+    for variant, reason in bench.refused.items():
+        writer.add({**shared, "scope": variant, "refused": reason})
+    stock = next(iter(bench.models))
     for count in rows:
-        keep(record, "cells", bench.cell(count, 3 if arguments.smoke else arguments.rounds), arguments.out)
-        record["providers"] = bench.providers()
-    keep(record, "gate", bench.gate(rows[min(1, len(rows) - 1)]), arguments.out)
+        cell = bench.cell(count, 3 if arguments.smoke else arguments.rounds)
+        for record in cell_records(cell, stock):
+            writer.add({**shared, **record, "providers": bench.providers().get(record["scope"])})
+    writer.add({**shared, "case": "LoRA gradient gate", **bench.gate(rows[min(1, len(rows) - 1)])})
     for count in rows[:2] if arguments.rollout and "model" in bench.models else []:
-        keep(record, "rollout", bench.rollout(count), arguments.out)
+        writer.add({**shared, "case": "velocities of both engines", **bench.rollout(count)})
 
 
 if __name__ == "__main__":
