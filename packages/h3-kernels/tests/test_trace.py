@@ -221,6 +221,27 @@ def test_another_file_is_not_a_trace(tmp_path):
         load(tmp_path / "a")
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda json_file, data: json_file.write_text("{"),
+        lambda json_file, data: json_file.write_text("[]"),
+        lambda json_file, data: json_file.write_text('{"version": 1}'),
+        lambda json_file, data: json_file.write_text(json_file.read_text().replace('"steps"', '"stops"')),
+        lambda json_file, data: json_file.write_bytes(b"\xff\xfe"),
+        lambda json_file, data: data.write_bytes(data.read_bytes()[:-8]),
+        lambda json_file, data: data.write_bytes(b""),
+    ],
+)
+def test_a_damaged_trace_is_named(tmp_path, capsys, damage):
+    save(record(), tmp_path / "a")
+    damage(tmp_path / "a.json", tmp_path / "a.safetensors")
+    with pytest.raises(InputError, match=r"a\.json: not a trace, or damaged"):
+        load(tmp_path / "a")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 2
+    assert capsys.readouterr().out.count("\n") == 1
+
+
 def test_the_command_prints_where_runs_part(tmp_path, capsys):
     save(record("left"), tmp_path / "a")
     save(record("right", plant=(1, {"blocks.1.mlp.act_fn": double})), tmp_path / "b")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -63,13 +64,23 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     partial.replace(names)
 
 
+_MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, SafetensorError)
+"""What reading a file of another form raises: JSON, missing or mistyped fields, rows that do not add up."""
+
+
 def load(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace. Raises InputError if it is not one or is of another version."""
+    """Read a trace. Raises InputError if it is not one, is damaged, or is of another version."""
     names, data = _files(path)
-    document = json.loads(names.read_text())
-    if document.get("version") != _VERSION:
-        raise InputError(f"{names} is not a trace of version {_VERSION}; it says {document.get('version')!r}")
-    tensors = load_file(data)
+    try:
+        document = json.loads(names.read_text())
+        if document.get("version") == _VERSION:
+            return _trace(document, load_file(data))
+    except _MALFORMED as error:
+        raise InputError(f"{names}: not a trace, or damaged: {type(error).__name__}: {error}") from error
+    raise InputError(f"{names} is not a trace of version {_VERSION}; it says {document.get('version')!r}")
+
+
+def _trace(document: dict[str, Any], tensors: dict[str, Tensor]) -> Trace:
     trace = Trace(
         document["label"],
         document["fingerprint"],
