@@ -36,4 +36,6 @@ def main(page: Path, given: str = "") -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
+        raise SystemExit(__doc__)
     raise SystemExit(main(Path(sys.argv[1]), *sys.argv[2:]))
