@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from h3_kernels import fused
 from h3_kernels.contract import PROJECTION, UNITS, parallel_id
 from h3_kernels.providers import GemmCall, choose, tree_gemm
 from h3_kernels.reference import truth
 from h3_kernels.testing import interleaved_bench
 from torch import Tensor
+from torch.nn.functional import linear
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -79,7 +79,7 @@ def forward(op: str, rows: int) -> Iterator[Cell]:
     x, weight = operands(op, rows, 1)
 
     def stock() -> Tensor:
-        return F.linear(x, weight)
+        return linear(x, weight)
 
     def cell(contract: str, units: int, *providers: str) -> Cell:
         return Cell(op, rows, 1, contract, "forward", x, weight, stock, units, BF16, providers)
@@ -101,7 +101,7 @@ def ranks(op: str, rows: int) -> Iterator[Cell]:
         contract = PROJECTION if op in COLUMN_PARALLEL else parallel_id(UNITS)
 
         def stock(x: Tensor = x, weight: Tensor = weight) -> Tensor:
-            return F.linear(x, weight)
+            return linear(x, weight)
 
         yield Cell(op, rows, tp, contract, "forward", x, weight, stock, units, out, ("auto",))
 
@@ -122,9 +122,8 @@ def backward(op: str, rows: int) -> Iterator[Cell]:
     yield Cell(op, rows, 1, contract, "dW", dy.t(), x.t(), stock_dw, 1, BF16, ("auto",))
 
 
-def relative_error(y: Tensor, cell: Cell) -> float:
+def relative_error(y: Tensor, exact: Tensor) -> float:
     """Of the first rows, against fp64."""
-    exact = truth(cell.a[:ERROR_ROWS], cell.b)
     return float((y[:ERROR_ROWS].double() - exact).norm() / exact.norm())
 
 
@@ -154,13 +153,14 @@ def measure(cell: Cell, rounds: int) -> Iterator[records.Record]:
             continue
         variants[wanted] = lambda wanted=wanted: cell.run(wanted)
     times = interleaved_bench(variants, rounds=rounds)
-    stock_error = relative_error(cell.stock(), cell)
+    exact = truth(cell.a[:ERROR_ROWS], cell.b)
+    stock_error = relative_error(cell.stock(), exact)
     for wanted, name in serving.items():
         ours, stock = times[wanted].median_us, times["stock"].median_us
         yield record(
             cell, name, ours_us=round(ours, 2), stock_us=round(stock, 2), ratio=round(ours / stock, 4),
             auto=wanted == "auto" or choose(cell.call(), "auto", torch.device("cuda", 0)).name == name,
-            extra_bytes=extra_bytes(cell, name), error=relative_error(cell.run(wanted), cell), stock_error=stock_error,
+            extra_bytes=extra_bytes(cell, name), error=relative_error(cell.run(wanted), exact), stock_error=stock_error,
         )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def record(cell: Cell, provider: str, **measured: object) -> records.Record:
     return {**head, "direction": cell.direction, **measured}
 
 
-GROUPS = {"forward": forward, "ranks": ranks, "backward": backward}
+GROUPS = {"forward": forward, "backward": backward, "ranks": ranks}
 
 
 def main() -> None:
@@ -183,15 +183,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     parser.add_argument("--only", choices=GROUPS, nargs="+", default=list(GROUPS))
     arguments = parser.parse_args()
-    writer = records.Writer(arguments.out)
+    found: list[records.Record] = []
     for group in arguments.only:
         for op in SHAPES:
             for rows in arguments.rows:
+                rounds = arguments.rounds if rows < 4000 else max(9, arguments.rounds // 2)
                 for cell in GROUPS[group](op, rows):
-                    for found in measure(
-                        cell, arguments.rounds if rows < 4000 else max(9, arguments.rounds // 2)
-                    ):
-                        writer.add(found)
+                    found.extend(measure(cell, rounds))
+                records.write(arguments.out, found)
+                print(f"{group} {op} {rows} rows: {len(found)} records", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

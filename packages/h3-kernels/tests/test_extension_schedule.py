@@ -7,7 +7,6 @@ cluster that waits for nodes that no earlier cluster sent would be a deadlock on
 import ctypes
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -103,25 +102,8 @@ def test_a_broken_rule_is_caught(tmp_path: Path, old: str, new: str):
     assert text.count(old) == 1
     (tmp_path / "schedule.cuh").write_text(text.replace(old, new))
     broken = build(tmp_path, tmp_path)
-    code, partials, roots, _, _ = simulate_apart(broken)
+    code, partials, roots, _, _ = simulate(broken, 1, 48, 8, 132, 1)
     assert code != 0 or (roots.view(np.int32) != canonical(partials).view(np.int32)).any()
-
-
-def simulate_apart(library: ctypes.CDLL):
-    """A broken schedule may write out of bounds and abort: run it in a child process."""
-    import multiprocessing
-
-    queue = multiprocessing.get_context("fork").SimpleQueue()
-
-    def child() -> None:
-        queue.put(simulate(library, 1, 48, 8, 132, 1))
-
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    process.join(60)
-    if process.exitcode != 0:
-        return -1, np.zeros((1, 8), np.float32), np.zeros(1, np.float32), None, 0
-    return queue.get()
 
 
 # Rows and columns of the four H3 linears in tiles, and the units of work of the busiest cluster.
@@ -144,6 +126,3 @@ def test_the_raster_visits_every_tile_once(harness):
         out = np.zeros((m * n, 2), np.int32)
         harness.raster(m, n, band, out.ctypes.data_as(ctypes.c_void_p))
         assert sorted(map(tuple, out)) == [(i, j) for i in range(m) for j in range(n)]
-
-
-Simulation = Callable[..., tuple[int, np.ndarray, np.ndarray, np.ndarray, int]]

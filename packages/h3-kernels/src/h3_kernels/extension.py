@@ -51,6 +51,7 @@ class Gemm(ctypes.Structure):
                 "config",
                 "split",
                 "band",
+                "overlap",
             )
         ),
         ("scratch", ctypes.c_void_p),

@@ -82,8 +82,11 @@ class FusedGemm:
         return y
 
     def _workspace(self, library: Library, device: torch.device, stream: int, chosen: Plan) -> Workspace:
-        """The stream's workspace, grown if need be. Memory made while a graph is captured belongs to that graph, and its
-        zeroing is one of its nodes: it serves this capture and no other launch."""
+        """The stream's workspace, grown if need be.
+
+        Memory made while a graph is captured belongs to that graph, and its zeroing is one of its nodes: it serves
+        this capture and no other launch.
+        """
         capture = library.capture_id(stream)
         space = self._workspaces.get((device, stream))
         if space is None or space.capture != capture:
@@ -146,7 +149,7 @@ def describe(
         a=16, b=16, y=16, m=first, n=second, k=k,
         a_stride=first if a_transposed else k, b_stride=second if b_transposed else k, y_stride=n,
         a_transposed=a_transposed, b_transposed=b_transposed, units=units, config=chosen.config,
-        split=tile.split if tile.split < units else 0, band=tile.band,
+        split=tile.split if tile.split < units else 0, band=tile.band, overlap=tile.overlap,
     )  # fmt: skip
 
 

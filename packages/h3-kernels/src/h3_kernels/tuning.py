@@ -34,25 +34,33 @@ TRITON_LARGE = Tile(128, 256, 64, 3, 8, persistent=True, flatten=True, tail=64)
 """More than 128 rows. 925 rows: qkv_proj 1.15 (1.20 without the tail: 672 tiles are 5.09 waves of 132), fc1 1.10.
 8349 rows: 1.02 and 1.00. 256 x 128, 128 x 128 and 64 x 256 tiles were 2 to 30% slower in every cell."""
 
+TRITON_FP32_RESULT = Tile(128, 128, 64, 4, 8)
+"""More than 128 rows with fp32 results (unit partials, subtree roots): their staging leaves no shared memory for a
+wider tile (278552 bytes at 256 columns, a block has 232448)."""
+
 TRITON_SMALL = tuple(
-    Tile(128, n, 64, stages, 8 if n > 64 else 4) for n, stages in ((256, 3), (128, 6), (64, 8))
+    Tile(128, n, 64, stages, 8 if n > 64 else 4) for n, stages in ((256, 3), (128, 4), (64, 6))
 )
 """Up to 128 rows, widest first: 70 rows, qkv_proj 1.11 and fc1 1.03 at 256 columns, 1.26 at 128, 1.4 at 64."""
 
 TRITON_SMALL_PROGRAMS = 84
 """A narrower tile is taken until there are this many programs: qkv_proj at 256 columns, measured above."""
 
+TRITON_PLAIN = Tile(64, 64, 32, 2, 4)
+"""What probes compare with: every element by the shortest path, no persistent grid, no narrow tail."""
+
 TRITON_FP32 = Tile(64, 64, 32, 3, 4)
 """fp32 operands: fused multiply-adds, no tensor cores; not tuned (patch, audio and output heads only)."""
 
 
-def triton_tile(m: int, n: int, units: int, *, fp32: bool) -> Tile:
-    """The Triton tile for an [m, n] product in ``units`` units."""
+def triton_tile(m: int, n: int, units: int, *, fp32: bool, fp32_result: bool) -> Tile:
+    """The Triton tile for an [m, n] product in ``units`` units of fp32 or bf16 operands."""
     if fp32:
         return TRITON_FP32
     if m > TRITON_LARGE.m:
-        return TRITON_LARGE
-    for tile in TRITON_SMALL:
+        return TRITON_FP32_RESULT if units > 1 or fp32_result else TRITON_LARGE
+    widest = 1 if units > 1 or fp32_result else 0
+    for tile in TRITON_SMALL[widest:]:
         if math.ceil(n / tile.n) * units >= TRITON_SMALL_PROGRAMS:
             return tile
     return TRITON_SMALL[-1]
@@ -62,8 +70,9 @@ def triton_tile(m: int, n: int, units: int, *, fp32: bool) -> Tile:
 class FusedTile:
     """One configuration compiled into csrc/tree_gemm_sm90.cu, named by its properties, and what it costs.
 
-    ``stage_ns`` is the time of one 64-deep stage in steady state, ``tile_us`` what a tile costs on top (epilogue, tree),
-    both fitted to fc2 and out_proj at 925 rows. ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
+    ``stage_ns`` is the time of one 64-deep stage in steady state, ``tile_us`` what a tile costs on top (epilogue,
+    tree), both fitted to fc2 and out_proj at 925 rows. ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
+    ``overlap`` keeps a pair's sum while the next pair's first stage is in flight (whole tiles of 8 units).
     """
 
     n: int
@@ -78,6 +87,7 @@ class FusedTile:
     halves: int = 1
     split: int = 0
     band: int = 4
+    overlap: bool = True
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -112,9 +122,9 @@ FUSED_SMALL = (
     FusedTile(72, "unit", 1, 7, 0, 0, swap=True, halves=2),
     FusedTile(128, "unit", 1, 5, 0, 0, swap=True, halves=2),
 )
-"""For up to 128 rows in 2 units or more: the narrowest that holds the rows, so that weights are read once. 70 rows: out
-1.13 and fc2 0.99 (u8); sending roots through global flags instead of distributed shared memory 1.14 and 1.03; 112-column
-tiles without the swap 1.34 and 1.16."""
+"""For up to 128 rows in 2 units or more: the narrowest that holds the rows, so that weights are read once. 70 rows:
+out_proj 1.12 and fc2 0.98 (u8); sending roots through global flags instead of distributed shared memory 1.14 and 1.03;
+112-column tiles without the swap 1.34 and 1.16."""
 
 PREFERRED = {
     # (n, k, units): (rows up to, providers first to last)
@@ -152,8 +162,8 @@ def fused_candidates(m: int, units: int, *, a_transposed: bool, b_transposed: bo
 def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
     """Where ``provider`` stands for a call: the highest is asked first.
 
-    One chain: cuBLASLt without split-K is 0.98 to 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused
-    chain 0.99 to 1.2, Triton 1.00 to 1.15. A tree: fused 0.99 to 1.25, batched cuBLAS 1.07 to 1.7, Triton units 1.4 to 2.
+    One chain: cuBLASLt without split-K is 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused chain
+    0.98 to 1.12, Triton 1.00 to 1.15. A tree: fused 0.98 to 1.29, batched cuBLAS 1.06 to 1.77, Triton units 1.3 to 2.4.
     """
     order = ("cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
     for rows, exception in PREFERRED.get((n, k, units), ()):

@@ -13,9 +13,6 @@ constexpr int kMathThreads = 256;
 constexpr int kThreads = kMathThreads + 128;
 constexpr int kMathWarps = kMathThreads / 32;
 constexpr int kMaxLevels = 3;
-constexpr int kPrefetchAhead = 4;   // stages between the L2 prefetch and the copy: about 2 us, a loaded memory's latency
-constexpr int kPrefetchTurnsA = 8;  // clusters that take turns to prefetch a row of A
-constexpr int kPrefetchTurnsB = 4;  // and a column of B
 constexpr int kSharedBlock = 232448;  // shared memory of a block on sm_90 (CUDA programming guide, compute capabilities)
 
 struct GemmParams {
@@ -24,6 +21,7 @@ struct GemmParams {
   int m, n;
   int unit_stages;  // 64-deep stages of one unit's chain
   int levels;       // log2(units)
+  int overlap;      // whole tiles of 8 units take the unrolled path
   void* y;
   int64_t y_stride;
   int y_is_float;

@@ -131,11 +131,6 @@ __device__ __forceinline__ void copy_box_multicast(const CUtensorMap* map, uint3
       : "memory");
 }
 
-// Brings one box from memory into L2.
-__device__ __forceinline__ void prefetch_box(const CUtensorMap* map, int x, int y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map), "r"(x), "r"(y) : "memory");
-}
-
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -80,13 +80,6 @@ struct Cursor {
   }
 };
 
-// Units a cluster computes in all.
-H3_BOTH int units_of(const Schedule& s, int cluster) {
-  const Cursor cursor(s, cluster);
-  const int waves = cluster < s.whole ? (s.whole - cluster + s.clusters - 1) / s.clusters : 0;
-  return waves * s.units + cursor.end - cursor.position;
-}
-
 // The cluster that computes unit `unit` of a streamed tile, and the unit of that tile at which its piece ends.
 H3_BOTH int owner_of(const Schedule& s, int tile, int unit) { return ((tile - s.whole) * s.units + unit) / s.chunk; }
 H3_BOTH int piece_end(const Schedule& s, int tile, int cluster) {

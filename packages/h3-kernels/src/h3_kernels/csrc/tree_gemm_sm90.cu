@@ -229,6 +229,7 @@ int h3_sm90_gemm(const H3Gemm* call, void* stream) {
   p.m = static_cast<int>(call->m), p.n = static_cast<int>(call->n);
   p.unit_stages = static_cast<int>((call->k / call->units + h3::kStageK - 1) / h3::kStageK);
   p.levels = h3::log2_units(call->units);
+  p.overlap = call->overlap;
   p.y = call->y, p.y_stride = call->y_stride, p.y_is_float = call->y_is_float;
   p.bias = call->bias, p.bias_is_float = call->bias_is_float;
   p.kept_scratch = static_cast<float*>(call->scratch);

@@ -61,20 +61,6 @@ struct Boxes {
       else ptx::copy_box_multicast(&p.map_b, barrier, b + block * kBlock, x, y, kAll);
     }
   }
-
-  // Brings what a later stage reads into L2. The clusters in flight that share a row of A or a column of B reach it at
-  // the same time and would all wait for device memory, so each prefetches its turn of the stages for all.
-  __device__ __forceinline__ void prefetch(const GemmParams& p, int k, int turn_a, int turn_b) const {
-    if (turn_a % kPrefetchTurnsA == 0) {
-      ptx::prefetch_box(&p.map_a, C::kTransA ? m : k, C::kTransA ? k : m);
-      if constexpr (C::kTransA) ptx::prefetch_box(&p.map_a, m + 64, k);
-    }
-    if (turn_b % kPrefetchTurnsB == 0) {
-#pragma unroll
-      for (int block = 0; block < (C::kTransB ? C::kTileN / 64 : 1); ++block)
-        ptx::prefetch_box(&p.map_b, C::kTransB ? n + block * 64 : k, C::kTransB ? k + k_b : n);
-    }
-  }
 };
 
 // The copy thread: every stage of every piece of this cluster, in the order the math warps use them.
@@ -94,8 +80,6 @@ __device__ __forceinline__ void copy_stages(const GemmParams& p, int cluster, ui
     const int stages = (piece.last - piece.first) * p.unit_stages;
     int k = piece.first * p.unit_stages * kStageK;
     for (int i = 0; i < stages; ++i, k += kStageK) {
-      if (C::kCluster > 1 && i < stages - kPrefetchAhead)
-        boxes.prefetch(p, k + kPrefetchAhead * kStageK, i + tile_n, i + tile_m);
       ptx::barrier_wait(empty + 8 * stage, phase ^ 1);
       const uint32_t a = ring + stage * C::kStageBytes, b = a + C::kBytesA + part * Boxes<C>::kPartB;
       ptx::barrier_expect(full + 8 * stage, C::kStageBytes);
@@ -286,7 +270,7 @@ struct Math {
       const bool active = row < p.m;  // a warp with no row of the matrix keeps the protocol and moves no data
       bool root = true;
       if constexpr (C::kLeaf == Leaf::kChain) leaf();
-      else if (C::kLeaf == Leaf::kPair && piece.last - piece.first == 8) whole_tile<8>();
+      else if (C::kLeaf == Leaf::kPair && p.overlap != 0 && piece.last - piece.first == 8) whole_tile<8>();
       else if (C::kHalves == 2) root = halves(own_part<C>(piece, rank));
       else root = fold(piece, active);
       if (root && active) Epilogue<C>::store(p, d, row, tile_n * C::kTileN);

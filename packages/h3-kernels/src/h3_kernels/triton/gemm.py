@@ -52,7 +52,10 @@ def walk_tiles(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, PROGRAMS: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """Columns [n_first, n_last) in tiles of BM x BN, in bands of BAND tile rows, unit by unit."""
+    """Columns [n_first, n_last) in tiles of BM x BN, in bands of BAND tile rows, unit by unit.
+
+    With PROGRAMS > 0 the grid must hold exactly that many programs: each takes every PROGRAMS-th tile.
+    """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(n_last - n_first, BN)
     tiles = tiles_m * tiles_n
@@ -138,7 +141,7 @@ def launch(a: Tensor, b: Tensor, y: Tensor, *, units: int, bias: Tensor | None, 
         return TensorDescriptor.from_tensor(y, [tile.m, columns]) if tma and units == 1 else y
 
     work = triton.cdiv(m, tile.m) * triton.cdiv(n_tail, tile.n) * units
-    return gemm_kernel[(min(work, programs) if programs else work,)](
+    return gemm_kernel[(programs or work,)](
         described(a, tile.m, a_transposed), described(b, tile.n, b_transposed), target(tile.n),
         described(b, tail or tile.n, b_transposed), target(tail or tile.n),
         bias if bias is not None else y, m, n, k, a.stride(0), b.stride(0), n_tail,
@@ -149,16 +152,18 @@ def launch(a: Tensor, b: Tensor, y: Tensor, *, units: int, bias: Tensor | None, 
 
 
 def whole_columns(m: int, n: int, tile: Tile, programs: int) -> int:
-    """Columns that fill whole waves of ``programs`` tiles; the rest would keep one wave of a few tiles waiting.
+    """Columns that fill whole waves of ``programs`` tiles; the few left over would keep the chip waiting for one more.
 
-    n itself for a tile without a tail, or when there is less than one whole wave or nothing is left over.
+    n itself for a tile without a tail, when there is less than one whole wave, or when more than a third of a wave is
+    left, which narrow tiles would not finish sooner.
     """
     if not tile.tail or not programs:
         return n
     tiles_m = triton.cdiv(m, tile.m)
-    waves = tiles_m * triton.cdiv(n, tile.n) // programs
-    columns = waves * programs // tiles_m * tile.n
-    return columns if 0 < columns < n else n
+    waves, left = divmod(tiles_m * triton.cdiv(n, tile.n), programs)
+    if not waves or not left or 3 * left > programs:
+        return n
+    return min(n, int(waves * programs // tiles_m) * tile.n)
 
 
 def _stored(t: Tensor) -> tuple[Tensor, bool]:
