@@ -5,7 +5,7 @@ import torch
 from h3_kernels import providers
 from h3_kernels.binding import Probe
 from h3_kernels.errors import InputError, ProviderError
-from h3_kernels.providers import GemmCall, ReferenceProvider, choose, register, registered, tree_gemm
+from h3_kernels.providers import GemmCall, ReferenceProvider, choose, proof, register, registered, tree_gemm
 from h3_kernels.testing import random_inputs
 
 
@@ -50,6 +50,8 @@ def test_the_highest_priority_that_is_legal_serves_and_is_probed_once():
     for _ in range(3):
         call_of(x, weight)
     assert (len(first.calls), len(second.calls), second.probes) == (0, 3, 1)
+    assert proof(call, device=x.device) is second.outcome
+    assert second.probes == 1, "a proof is remembered with the choice"
     call_of(x, weight, provider="reference")
     assert len(second.calls) == 3
 

@@ -11,7 +11,7 @@ from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.lora import LoraSlice
-from h3_kernels.providers import GemmCall, choose
+from h3_kernels.providers import GemmCall, choose, proof
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.platforms import current_platform
@@ -86,7 +86,9 @@ def bound_linear(site: Site, settings: Settings, ran: Ran) -> Binding:
         provider = choose(call, settings.provider, ran.device)
     except ProviderError as error:
         return Refused(str(error))
-    return Bound(site.rule.contract(settings.contract), provider.name, provider.probe(call, ran.device))
+    return Bound(
+        site.rule.contract(settings.contract), provider.name, proof(call, settings.provider, ran.device)
+    )
 
 
 def bound_lora(site: Site, slices: Sequence[LoraSlice], settings: Settings, ran: Ran) -> Binding:

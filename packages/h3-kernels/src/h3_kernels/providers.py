@@ -113,11 +113,19 @@ def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = N
     type by default) succeeds. Choices are remembered per call, name and device. Raises ProviderError with the reason
     of every candidate if none is legal.
     """
-    return _chosen(call, wanted, device or torch.device(call.device_type))
+    return _chosen(call, wanted, device or torch.device(call.device_type))[0]
+
+
+def proof(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Probe:
+    """The probe by which ``choose`` took its provider for ``call``: remembered, so a report computes nothing again.
+
+    Raises ProviderError as ``choose`` does.
+    """
+    return _chosen(call, wanted, device or torch.device(call.device_type))[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Provider:
+def _chosen(call: GemmCall, wanted: str, device: torch.device) -> tuple[Provider, Probe]:
     if call.device_type == "cuda":
         _load_cuda_providers()
     candidates = [p for p in registered(call) if wanted in ("auto", p.name)]
@@ -131,7 +139,7 @@ def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Provider:
             with torch.autocast(call.device_type, enabled=False):
                 probe = provider.probe(call, device)
             if probe.ok:
-                return provider
+                return provider, probe
             reason = f"probe failed: {probe.detail}"
         trace.append(f"{provider.name}: {reason}")
     raise ProviderError(f"no legal provider for {call}: " + "; ".join(trace))
@@ -202,7 +210,7 @@ def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
 
 
 def _in_lines(count: int, width: int, step: int, size: int) -> bool:
-    """Whether ``count`` lines of ``width`` elements of ``size`` bytes are dense or ``step`` apart by whole ALIGNMENTs."""
+    """Whether ``count`` lines of ``width`` elements are dense, or aligned: ``step`` elements of ``size`` bytes apart."""
     return count == 1 or step == width or (step > width and step * size % ALIGNMENT == 0)
 
 
