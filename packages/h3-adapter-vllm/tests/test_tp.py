@@ -4,6 +4,7 @@ import pytest
 import torch
 from h3_adapter_vllm import InstallError, handle_of, install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
+from h3_kernels.collectives import TorchDistributedCollective
 
 pytestmark = pytest.mark.engine
 
@@ -84,10 +85,12 @@ def refusals(path):
 
 def disagreement(path, arguments):
     """Worker: the refusal when each rank installs with its own arguments, and whether anything was left bound."""
-    from vllm.distributed import get_tensor_model_parallel_rank
+    from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
 
     model = loaded(path)
     mine = arguments[get_tensor_model_parallel_rank()]
+    if mine and "form" in mine:
+        mine = {"collective": TorchDistributedCollective(get_tp_group().cpu_group, form=mine["form"])}
     if mine is None:
         del model.blocks[1].mlp.fc2.weight
         mine = {}
@@ -196,10 +199,11 @@ def test_groups_that_do_not_fit_are_refused(pool, weights):
 
 
 @pytest.mark.parametrize(
-    "other", [{"contract": "h3-parallel-v1-u4"}, {"mode": "audit"}, {"scope": "projections"}]
+    "other",
+    [{"contract": "h3-parallel-v1-u4"}, {"mode": "audit"}, {"scope": "projections"}, {"form": "gather"}],
 )
 def test_ranks_that_would_bind_differently_all_refuse(pool, weights, other):
-    """Unequal unit counts would mix partial sums of two trees in silence."""
+    """Unequal unit counts would mix partial sums of two trees in silence; unequal collectives would never finish."""
     results = pool.run(disagreement, weights, [{}, other], tp=2)
     for rank, (message, clean) in enumerate(results):
         assert f"rank {1 - rank} of tp=2 installs something else than" in message

@@ -48,7 +48,9 @@ def _default_collective() -> Collective:
 def _disagreements(
     settings: Settings, collective: Collective, device: torch.device, *, refused: bool
 ) -> Iterator[str]:
-    stated = REFUSED if refused else f"mode {settings.mode}, scope {settings.scope}, {settings.contract}"
+    form = getattr(collective, "form", type(collective).__name__)
+    installs = f"mode {settings.mode}, scope {settings.scope}, {settings.contract}, collective form {form}"
+    stated = REFUSED if refused else installs
     mine = torch.tensor(list(_digest(stated)), dtype=torch.uint8, device=device)
     theirs = collective.all_gather_rows(mine.unsqueeze(0), settings.tp).tolist()
     for rank, row in enumerate(theirs):

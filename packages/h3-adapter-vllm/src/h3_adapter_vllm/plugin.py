@@ -5,7 +5,7 @@ model. The environment decides:
 
 ==============  ====================================================================================================
 H3_MODE         strict or audit; unset, empty or off: nothing happens
-H3_SCOPE        linears (default) or projections
+H3_SCOPE        linears (default), projections or model
 H3_CONTRACT     row-parallel contract id (default h3-parallel-v1-u8)
 H3_REPORT       a folder: after its first forward each transformer's report is written there as JSON, one file a rank
 ==============  ====================================================================================================

@@ -11,6 +11,7 @@ import importlib.util
 import multiprocessing as mp
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -32,6 +33,7 @@ class TensorParallelPool:
         context.set_forkserver_preload(["h3_adapter_vllm.testing.engine"])
         rendezvous = f"file://{tempfile.mkdtemp()}/rendezvous"
         self._pipes: list[Connection] = []
+        self._late: list[int] = []
         self._processes = []
         for rank in range(WORLD):
             ours, theirs = context.Pipe()
@@ -51,19 +53,24 @@ class TensorParallelPool:
             sequence: Ulysses degree; ``tp * sequence`` divides 8.
 
         Raises:
-            WorkerError: A worker raised or did not answer within ``TIMEOUT_S`` seconds.
+            WorkerError: A worker raised, or one did not answer within ``TIMEOUT_S`` seconds; after that the pool is of
+                no use, because a late answer would be taken for that of another run.
         """
+        if self._late:
+            raise WorkerError(f"rank {self._late[0]} left an earlier run unanswered: make another pool")
         job = (function.__code__.co_filename, function.__name__, args, tp, sequence)
         for pipe in self._pipes:
             pipe.send(job)
-        replies = [self._receive(rank) for rank in range(WORLD)]
+        deadline = time.monotonic() + TIMEOUT_S
+        replies = [self._receive(rank, deadline) for rank in range(WORLD)]
         for rank, (error, _) in enumerate(replies):
             if error:
                 raise WorkerError(f"rank {rank} of tp={tp}:\n{error}")
         return [result for _, result in replies[: tp * sequence]]
 
-    def _receive(self, rank: int) -> tuple[str | None, Any]:
-        if not self._pipes[rank].poll(TIMEOUT_S):
+    def _receive(self, rank: int, deadline: float) -> tuple[str | None, Any]:
+        if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+            self._late.append(rank)
             return f"no answer within {TIMEOUT_S} s", None
         reply: tuple[str | None, Any] = self._pipes[rank].recv()
         return reply
