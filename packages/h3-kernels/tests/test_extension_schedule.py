@@ -28,7 +28,6 @@ def build(folder: Path, sources: Path) -> ctypes.CDLL:
         "-shared",
         "-fPIC",
         "-ffp-contract=off",
-        "-D_GLIBCXX_ASSERTIONS",
         f"-I{sources}",
     ]
     subprocess.run([compiler, *flags, str(TESTS / "schedule_harness.cpp"), "-o", str(out)], check=True)
