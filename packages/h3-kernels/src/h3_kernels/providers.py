@@ -210,7 +210,7 @@ def _operand(t: Tensor, across: Literal["m", "n"]) -> tuple[Tensor, Layout]:
 
 
 def _in_lines(count: int, width: int, step: int, size: int) -> bool:
-    """Whether ``count`` lines of ``width`` elements are dense, or aligned: ``step`` elements of ``size`` bytes apart."""
+    """Whether ``count`` lines of ``width`` elements, ``step`` apart and ``size`` bytes each, are dense or aligned."""
     return count == 1 or step == width or (step > width and step * size % ALIGNMENT == 0)
 
 
