@@ -113,6 +113,20 @@ def test_layouts_reach_the_provider_without_a_copy_and_odd_strides_are_copied():
     assert providers._operand(weight.t().contiguous().t(), "n")[1] == "n"
 
 
+def test_a_bias_reaches_the_provider_contiguous():
+    """Kernels read it through a pointer; a column of a table and an expanded scalar are biases too."""
+    seen = Recorder("seen")
+    register(seen, 20)
+    x, weight = random_inputs(6, 4, 16)
+    for bias in (weight[:, 0], torch.ones(1).expand(4)):
+        assert not bias.is_contiguous()
+        expected = call_of(
+            x, weight, bias=bias.clone(memory_format=torch.contiguous_format), provider="reference"
+        )
+        assert torch.equal(call_of(x, weight, bias=bias), expected)
+        assert seen.calls[-1][2]["bias"].is_contiguous()
+
+
 @pytest.mark.parametrize(
     ("a", "b", "settings", "message"),
     [

@@ -173,6 +173,7 @@ def tree_gemm(
         return reference.finish(root, bias, out_dtype)
     a, a_layout = _operand(a, "m")
     b, b_layout = _operand(b, "n")
+    bias = None if bias is None else bias.contiguous()
     call = GemmCall(
         m=a.shape[0],
         n=b.shape[0],
