@@ -17,6 +17,7 @@ from h3_kernels import extension, fused, tuning
 from h3_kernels.extension import ExtensionError, Gemm, Library
 
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+CONFIGURATIONS = len({tile.key for tile in (*tuning.FUSED, *tuning.FUSED_SMALL)})
 SPILL_LIMIT = 100  # bytes: a few words once a tile beside the tree of the widest tiles, none in any loop
 
 
@@ -40,9 +41,7 @@ def test_ptxas_serialises_nothing_and_keeps_fragments_in_registers(hopper):
     assert "serialized" not in log  # C7510 and its kin: wgmma would run one at a time
     assert "C7508" not in log  # setmaxnreg ignored
     spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", log)]
-    assert (
-        len(spills) == 23 + 4
-    )  # every configuration of the fused GEMM, and the reduction for 1, 2, 4 and 8 units
+    assert len(spills) == CONFIGURATIONS + 4  # the reduction is compiled for 1, 2, 4 and 8 units
     assert max(spills) <= SPILL_LIMIT
 
 
@@ -56,7 +55,7 @@ def test_machine_code_multiplies_on_tensor_cores_alone(hopper):
     ).stdout
     kernels = {part.split("\n")[0]: part for part in code.split("Function : ")[1:]}
     fused_kernels = [text for name, text in kernels.items() if "tree_gemm" in name]
-    assert len(fused_kernels) == 23
+    assert len(fused_kernels) == CONFIGURATIONS
     for text in fused_kernels:
         assert re.search(r"HGMMA\.64x\d+x16\.F32\.BF16", text)
         assert "HMMA" not in text
@@ -103,7 +102,7 @@ def test_an_unknown_device_is_named(tmp_path):
 def test_every_tile_of_the_tuning_table_is_compiled(library):
     compiled = [fused._key(config) for config in library.configs]
     assert len(compiled) == len(set(compiled))
-    assert {tile.key for tile in (*tuning.FUSED, *tuning.FUSED_SMALL)} <= set(compiled)
+    assert {tile.key for tile in (*tuning.FUSED, *tuning.FUSED_SMALL)} == set(compiled)
     assert max(config.shared_bytes for config in library.configs) <= 232448
 
 
@@ -178,6 +177,31 @@ def test_calls_outside_the_contract_are_refused_with_the_reason(library, change,
     assert library.scratch(Gemm(**call, units=8, config=0), 66)[1] == 0
     with pytest.raises(ExtensionError, match=text):
         library.scratch(Gemm(**{**call, "units": 8, "config": 0, **change}), 66)
+
+
+def test_a_workspace_serves_one_stream_and_one_capture():
+    class Stream:
+        flag_bytes = 64
+        capture = 0
+
+        def capture_id(self, stream: int) -> int:
+            return self.capture
+
+    stream, gemm, device = Stream(), fused.FusedGemm(), torch.device("cpu")
+    small, large, sending = (
+        fused.Plan(0, tuning.FUSED[0], size, nodes) for size, nodes in ((8, 0), (99, 0), (8, 5))
+    )
+    first = gemm._workspace(stream, device, 1, small)
+    assert first.flags is None
+    assert gemm._workspace(stream, device, 1, large) is first
+    assert first.scratch.numel() == 99
+    assert gemm._workspace(stream, device, 1, sending).flags.count_nonzero() == 0
+    assert gemm._workspace(stream, device, 2, small) is not first
+    stream.capture = 7  # memory of a graph must serve no launch outside it, nor the other way round
+    captured = gemm._workspace(stream, device, 1, sending)
+    assert captured is not first
+    stream.capture = 0
+    assert gemm._workspace(stream, device, 1, small) is not captured
 
 
 def test_misaligned_operands_are_copied_to_where_the_copy_engine_reads_them():

@@ -26,14 +26,9 @@ Entry entry() {
 // Columns, leaf, CTAs that share B, A transposed, B transposed, stages, operands swapped, halves of the units.
 const Entry kEntries[] = {
     entry<Config<192, Leaf::kPair, 2, 0, 0, 4>>(),
-    entry<Config<168, Leaf::kPair, 2, 0, 0, 4>>(),
     entry<Config<128, Leaf::kPair, 2, 0, 0, 5>>(),
     entry<Config<168, Leaf::kPair, 2, 0, 0, 5>>(),
-    entry<Config<128, Leaf::kPair, 1, 0, 0, 5>>(),
     entry<Config<16, Leaf::kUnit, 1, 0, 0, 10, true>>(),
-    entry<Config<32, Leaf::kUnit, 1, 0, 0, 9, true>>(),
-    entry<Config<72, Leaf::kUnit, 1, 0, 0, 8, true>>(),
-    entry<Config<128, Leaf::kUnit, 1, 0, 0, 5, true>>(),
     entry<Config<32, Leaf::kUnit, 1, 0, 0, 8, true, 2>>(),
     entry<Config<72, Leaf::kUnit, 1, 0, 0, 7, true, 2>>(),
     entry<Config<128, Leaf::kUnit, 1, 0, 0, 5, true, 2>>(),
