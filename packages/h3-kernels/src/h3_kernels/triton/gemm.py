@@ -62,7 +62,9 @@ def walk_tiles(
     unit_k = K // UNITS
     steps = tl.cdiv(unit_k, BK)
     band_tiles = BAND * tiles_n
-    for work in tl.range(tl.program_id(0), tiles * UNITS, PROGRAMS if PROGRAMS > 0 else tiles * UNITS, flatten=FLATTEN):
+    for work in tl.range(
+        tl.program_id(0), tiles * UNITS, PROGRAMS if PROGRAMS > 0 else tiles * UNITS, flatten=FLATTEN
+    ):
         unit = work // tiles
         tile = work % tiles
         first = tile // band_tiles * BAND
@@ -84,7 +86,9 @@ def walk_tiles(
         else:
             rows = m + tl.arange(0, BM)
             offsets = (unit.to(tl.int64) * M + rows[:, None]) * N + columns[None, :]
-            tl.store(y + offsets, acc.to(y.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N))
+            tl.store(
+                y + offsets, acc.to(y.dtype.element_ty), mask=(rows[:, None] < M) & (columns[None, :] < N)
+            )
 
 
 @triton.jit
