@@ -314,5 +314,15 @@ def test_missing_weights_and_unknown_nodes_are_refused(module):
         tiny.run(lacking, tiny.request())
     with pytest.raises(InputError, match=r"overlay names nodes that do not exist: blocks\.7\.norm1"):
         tiny.run(module, tiny.request(), Settings(overlay={"blocks.7.norm1": wrong_accumulator}))
-    with pytest.raises(InputError, match=r"columns of 80 at tp=1; check the weight's shard"):
-        tiny.run(tiny.shard(module, 2, 0), tiny.request())
+
+
+@pytest.mark.parametrize("suffixes", [("",), ("qkv_proj", "out_proj"), ("fc1", "fc2")])
+def test_a_shard_is_not_taken_for_the_whole(module, suffixes):
+    """The shards of a column-parallel and of the row-parallel linear behind it fit: a partial sum would pass."""
+    shard = tiny.shard(module, 2, 0)
+    mixed = module | {name: t for name, t in shard.items() if any(suffix in name for suffix in suffixes)}
+    with pytest.raises(InputError, match=r"holds \d+ columns of \d+ at tp=1; check the weight's shard"):
+        tiny.run(mixed, tiny.request())
+    column_whole = mixed | {name: t for name, t in module.items() if "qkv_proj" in name or "fc1" in name}
+    with pytest.raises(InputError, match=r"holds \d+ (input )?columns of \d+ at tp=1"):
+        tiny.run(column_whole, tiny.request())

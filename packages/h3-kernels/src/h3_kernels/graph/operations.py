@@ -14,6 +14,7 @@ from h3_kernels import nodes
 from h3_kernels.attention_providers import AttentionCall
 from h3_kernels.attention_providers import choose as choose_attention
 from h3_kernels.contract import UNITS, parse_parallel_id
+from h3_kernels.errors import InputError
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
 from h3_kernels.graph.parallel import gather_columns, sum_gradient
@@ -70,7 +71,7 @@ class Run:
 def _products(run: Run, node: Node, linear: Linear, x: Tensor) -> tuple[Tensor, ...]:
     """x times each of the linear's weights, this rank's columns."""
     s, weights = run.settings, linear.weights
-    sharded = sum(w.shape[0] for w in weights) != node.width
+    sharded = _is_shard(node, "columns", sum(w.shape[0] for w in weights), node.width, s.tp)
     common: dict[str, Any] = {
         "provider": s.provider,
         "logical_keys": run.keys(node),
@@ -99,7 +100,7 @@ def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:
     s, linear = run.settings, run.weights.linear(node.name)
     (weight,), (bias,) = linear.weights, linear.biases
     rows = x.flatten(1).to(weight.dtype)
-    whole = s.tp == 1 or _whole_input(run.config, node) == weight.shape[1]
+    whole = not _is_shard(node, "input columns", weight.shape[1], _whole_input(run.config, node), s.tp)
     if not whole and rows.shape[1] != weight.shape[1]:
         rows = rows.narrow(1, s.rank * weight.shape[1], weight.shape[1])
     y = row_parallel(
@@ -114,6 +115,15 @@ def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:
         logical_keys=run.keys(node),
     )
     return (y,)
+
+
+def _is_shard(node: Node, what: str, held: int, whole: int, tp: int) -> bool:
+    """Whether a linear holds a rank's 1/tp of ``whole``, and not all. Raises InputError if it holds neither."""
+    if held != whole and held * tp != whole:
+        raise InputError(
+            f"{node.name} holds {held} {what} of {whole} at tp={tp}; check the weight's shard, and tp in the settings"
+        )
+    return held != whole
 
 
 def _whole_input(config: DiTConfig, node: Node) -> int:
