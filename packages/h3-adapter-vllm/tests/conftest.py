@@ -24,6 +24,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", line)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """What a test draws without a generator of its own does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Any]:
     """The module ``h3_adapter_vllm.testing.engine`` inside its own ``engine()`` block."""

@@ -126,6 +126,29 @@ def test_rows_keep_their_bits(name: str) -> None:
                 assert_bitwise_equal(one[:rows], other, f"{name}, {rows} rows")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_gaps_between_columns_change_no_bit(name: str) -> None:
+    """Theorem: weights, tables, indices and rows may be views with a stride on their last axis."""
+    node, _, tensors, settings = cases(70)[name]
+    gaps = tuple(torch.stack([t, torch.zeros_like(t)], dim=-1)[..., 0] for t in tensors)
+    for dense, strided in zip(
+        differentiate(node, tensors, 70, **settings), differentiate(node, gaps, 70, **settings), strict=True
+    ):
+        assert_bitwise_equal(dense, strided, name)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_need_not_be_on_the_current_device(name: str) -> None:
+    node, _, tensors, settings = cases(70)[name]
+    there = node(*(t.to("cuda:1") for t in tensors), **settings)
+    for a, b in zip(
+        *(r if isinstance(r, tuple) else (r,) for r in (node(*tensors, **settings), there)), strict=True
+    ):
+        assert b.device.index == 1
+        assert_bitwise_equal(a.cpu(), b.cpu(), name)
+
+
 def test_fused_residual_norm_is_the_two_nodes() -> None:
     x, gate, branch, w, shift, scale, index = cases(200)["gated_residual_norm"][2]
 

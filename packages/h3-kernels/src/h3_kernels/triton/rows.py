@@ -56,13 +56,22 @@ def columns_contiguous(x: Tensor) -> Tensor:
 
 
 def launcher(launch: Callable[..., Result]) -> Callable[..., Result]:
-    """``launch`` for tensors of any strides: kernels step along a last axis by 1, so others are copied first."""
+    """``launch`` for tensors of any strides on any device.
+
+    Kernels step along a last axis by 1, so tensors with gaps there are copied first; and Triton launches on the current
+    device and its stream, which may not be the tensors'.
+    """
 
     @functools.wraps(launch)
-    def with_columns_contiguous(*tensors: Tensor | None, **settings: Any) -> Result:
-        return launch(*(None if t is None else columns_contiguous(t) for t in tensors), **settings)
+    def where_the_tensors_are(*tensors: Tensor | None, **settings: Any) -> Result:
+        readable = [None if t is None else columns_contiguous(t) for t in tensors]
+        device = next(t.device for t in tensors if t is not None)
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return launch(*readable, **settings)
+        return launch(*readable, **settings)
 
-    return with_columns_contiguous
+    return where_the_tensors_are
 
 
 def row_stride(x: Tensor | None) -> int:
