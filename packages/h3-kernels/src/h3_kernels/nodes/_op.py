@@ -66,9 +66,8 @@ class NodeOp:
 
     def _run(self, tensors: tuple[Tensor | None, ...], settings: dict[str, Any]) -> tuple[Tensor, ...]:
         device = _common_device(self.name, tensors)
-        for t in tensors:
-            wide = t is not None and t.dtype in _TOO_WIDE
-            check(not wide, self.name, "computes in fp32, got a float64 or complex tensor; round it first")
+        wide = any(t is not None and t.dtype in _TOO_WIDE for t in tensors)
+        check(not wide, self.name, "computes in fp32, got a float64 or complex tensor; round it first")
         result = self._implementation(device, "forward")(*tensors, **settings)
         return result if isinstance(result, tuple) else (result,)
 
