@@ -3,6 +3,11 @@
 The oracle here is numpy float32 scalar arithmetic, one operation at a time: it shares nothing with the code under test.
 """
 
+import os
+import resource
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -73,6 +78,32 @@ def test_compiled_and_torch_paths_have_the_same_bits(m, n, width, units, dtype, 
     a, b = (t.t().contiguous().t() if flip else t for t, flip in zip((a, b), transposed, strict=True))
     paths = [reference.tree_gemm(a, b, units=units, out_dtype=F32, compiled=c) for c in (True, False)]
     assert_bitwise_equal(*paths)
+
+
+WITHOUT_THREADS = """
+import threading, torch
+from h3_kernels import reference
+try:
+    threading.Thread(target=int).start()
+except RuntimeError:
+    a, b = torch.ones(8, 1024), torch.ones(512, 1024)
+    torch.set_num_threads(4)
+    y = reference.tree_gemm(a, b, units=8, out_dtype=torch.float32)
+    print("no thread starts, all sums right:", bool((y == 1024).all()))
+"""
+
+
+def test_a_process_that_may_start_no_thread_still_gets_its_product():
+    """Stacks larger than memory stand for any limit on threads; the chain's columns are then computed by the caller."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_STACK, (1 << 46, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+
+    child = subprocess.run(
+        [sys.executable, "-c", WITHOUT_THREADS],
+        capture_output=True, text=True, check=False, preexec_fn=limit, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert child.stdout == "no thread starts, all sums right: True\n", child.stderr[-2000:]
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

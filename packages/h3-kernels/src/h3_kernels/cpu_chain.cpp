@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -111,7 +112,14 @@ extern "C" void h3_tree_gemm_f32(const float* a, const void* b, int64_t b_stride
   const int64_t blocks = (n + kColumns - 1) / kColumns;
   const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, blocks));
   std::vector<std::thread> pool;
-  for (int64_t w = 1; w < workers; ++w) pool.emplace_back([&p, w, workers] { columns_from(p, w, workers); });
+  pool.reserve(static_cast<size_t>(workers));
+  for (int64_t w = 1; w < workers; ++w) {
+    try {
+      pool.emplace_back([&p, w, workers] { columns_from(p, w, workers); });
+    } catch (const std::system_error&) {  // no more threads for this process: its columns are computed here
+      columns_from(p, w, workers);
+    }
+  }
   columns_from(p, 0, workers);
   for (std::thread& worker : pool) worker.join();
 }
