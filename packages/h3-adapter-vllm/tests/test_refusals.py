@@ -89,7 +89,7 @@ def test_weights_not_loaded(engine):
 
 
 def test_cuda_provider_on_cpu_weights(model):
-    refuse(model, r"\(weight on cpu\): no provider is named 'cublaslt'", provider="cublaslt")
+    refuse(model, r"no provider is named 'cublaslt' on cpu; known: auto, .*reference", provider="cublaslt")
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -99,6 +99,22 @@ def test_tp_that_is_not_the_engines(model, tp):
 
 def test_contract_that_does_not_exist(model):
     refuse(model, "'h3-parallel-v1-u3' is not a row-parallel contract", contract="h3-parallel-v1-u3")
+
+
+@pytest.mark.parametrize("scope", ["linears", "projections", "model"])
+@pytest.mark.parametrize("wrong", [{"contract": "h3-parallel-v1-u16"}, {"provider": "fast"}])
+def test_a_wrong_name_is_one_reason_that_lists_the_known_ones(model, scope, wrong):
+    with pytest.raises(InstallError, match=r"; known: .*(h3-parallel-v1-u8|reference)") as caught:
+        install_h3_rollout(model, scope=scope, **wrong)
+    assert len(caught.value.reasons) == 1
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("mode", ["strict", "audit"])
+@pytest.mark.parametrize("nothing", [None, object()])
+def test_what_is_no_module_is_refused_naming_the_expected_class(nothing, mode):
+    with pytest.raises(InstallError, match="expected a MiniMaxH3DiTModel"):
+        install_h3_rollout(nothing, mode=mode)
 
 
 def test_shape_outside_the_contract(engine):

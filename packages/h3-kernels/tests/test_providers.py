@@ -5,7 +5,16 @@ import torch
 from h3_kernels import providers
 from h3_kernels.binding import Probe
 from h3_kernels.errors import InputError, ProviderError
-from h3_kernels.providers import GemmCall, ReferenceProvider, choose, proof, register, registered, tree_gemm
+from h3_kernels.providers import (
+    GemmCall,
+    ReferenceProvider,
+    choose,
+    proof,
+    register,
+    registered,
+    tree_gemm,
+    unknown_provider,
+)
 from h3_kernels.testing import random_inputs
 
 
@@ -143,3 +152,12 @@ def test_a_bias_reaches_the_provider_contiguous():
 def test_operands_outside_the_contract_are_refused(a, b, settings, message):
     with pytest.raises(InputError, match=message):
         call_of(a, b, **settings)
+
+
+def test_a_name_that_no_provider_has_is_told_with_the_known_ones() -> None:
+    providers._registry.clear()
+    register(Recorder("second"), 20)
+    register(Recorder("first"), 10)
+    assert unknown_provider("fast", "cpu") == "no provider is named 'fast' on cpu; known: auto, first, second"
+    assert unknown_provider("auto", "cpu") is None
+    assert unknown_provider("second", "cpu") is None

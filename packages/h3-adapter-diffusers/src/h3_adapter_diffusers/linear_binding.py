@@ -12,7 +12,7 @@ from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.modes import Mode
-from h3_kernels.providers import GemmCall, capability, choose
+from h3_kernels.providers import GemmCall, capability, choose, unknown_provider
 from torch import nn
 
 from h3_adapter_diffusers.bindings import BLOCK_LISTS, Scope, Style
@@ -195,11 +195,14 @@ def bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> B
 
 def provider_obstacles(sites: list[Site], s: Settings) -> list[str]:
     """Linears that no provider can serve: each is chosen once, on its device, so this is known before the
-    install."""
-    reasons = []
+    install. A name that no provider has is one reason for all of them."""
+    reasons: list[str] = []
     for site in sites:
         device = site.linear.weight.device
         assert isinstance(device, torch.device)
+        unknown = unknown_provider(s.provider, device.type)
+        if unknown is not None:
+            return [unknown]
         try:
             choose(gemm_call(site, s, Ran(0, _PROBE_ROWS, device, k_contiguous=True)), s.provider, device)
         except ProviderError as error:

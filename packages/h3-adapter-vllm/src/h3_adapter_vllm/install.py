@@ -12,10 +12,10 @@ from typing import Any, Self
 from h3_kernels.audit import AuditRow
 from h3_kernels.binding import Report
 from h3_kernels.collectives import Collective
-from h3_kernels.contract import UNITS, parallel_id
+from h3_kernels.contract import UNITS, parallel_id, parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.modes import ENVIRONMENT_VARIABLE, Mode, resolve_mode
-from h3_kernels.providers import choose
+from h3_kernels.providers import choose, unknown_provider
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -168,7 +168,8 @@ def install_h3_rollout(
     earlier = _earlier(model, sites, settings)
     if earlier is not None:
         return earlier
-    reasons = obstacles(sites, contract=contract, tp=degree) or _provider_obstacles(sites, settings)
+    reasons = _contract_obstacles(contract) or obstacles(sites, contract=contract, tp=degree)
+    reasons = reasons or _provider_obstacles(sites, settings)
     reasons += graph_obstacles(model, degree) if scope is Scope.MODEL and not reasons else []
     settings, reasons = join_group(settings, sites[0].layer.weight.device, reasons)
     if reasons:
@@ -212,8 +213,20 @@ def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle 
     return handle
 
 
+def _contract_obstacles(contract: str) -> list[str]:
+    """One line if there is no such contract, whatever the model."""
+    try:
+        parse_parallel_id(contract)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def _provider_obstacles(sites: list[Site], settings: Settings) -> list[str]:
     """Choose providers for every linear, on its own device: what cannot be served is known before the install."""
+    unknown = unknown_provider(settings.provider, sites[0].layer.weight.device.type)
+    if unknown is not None:
+        return [unknown]
     reasons = []
     for site in sites:
         device = site.layer.weight.device

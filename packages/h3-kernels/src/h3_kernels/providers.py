@@ -106,6 +106,16 @@ def registered(call: GemmCall) -> list[Provider]:
     return [provider for _, provider in ordered]
 
 
+def unknown_provider(wanted: str, device_type: str) -> str | None:
+    """Why ``wanted`` names no provider on devices of ``device_type``, with the names there are; None if it does."""
+    if device_type == "cuda":
+        _load_cuda_providers()
+    known = ("auto", *sorted(_registry))
+    if wanted in known:
+        return None
+    return f"no provider is named {wanted!r} on {device_type}; known: {', '.join(known)}"
+
+
 def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Provider:
     """First legal provider for ``call``, or the one named ``wanted`` if it is legal.
 
