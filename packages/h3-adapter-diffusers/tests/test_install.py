@@ -265,9 +265,30 @@ def test_a_provider_that_cannot_serve_is_refused(scope):
     assert handle_of(model) is None
 
 
+@pytest.mark.parametrize("scope", SCOPES)
+@pytest.mark.parametrize("mode", ["strict", "audit"])
+@pytest.mark.parametrize(
+    "wrong", [{"contract": "h3-parallel-v1-u16"}, {"provider": "fast"}, {"attention": "fast"}]
+)
+def test_a_wrong_name_is_one_reason_that_lists_the_known_ones(scope, mode, wrong):
+    model = build()
+    with pytest.raises(InstallError, match=r"; known: .*(h3-parallel-v1-u8|reference|aten-flash)") as caught:
+        install_h3_training(model, scope=scope, mode=mode, **wrong)
+    assert len(caught.value.reasons) == 1
+    assert len(str(caught.value)) < 200
+    assert handle_of(model) is None
+
+
 def test_another_model_is_refused():
     with pytest.raises(InstallError, match="expected a MiniMaxH3Transformer3DModel"):
         install_h3_training(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("mode", ["strict", "audit", "off"])
+@pytest.mark.parametrize("nothing", [None, object()])
+def test_what_is_no_module_is_refused_naming_the_expected_class(nothing, mode):
+    with pytest.raises(InstallError, match="expected a MiniMaxH3Transformer3DModel"):
+        install_h3_training(nothing, mode=mode)
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -26,6 +26,7 @@ from h3_adapter_diffusers.linear_binding import LinearBinding
 from h3_adapter_diffusers.method import Clock, KeyRing, Settings
 from h3_adapter_diffusers.overlays import Replacement
 from h3_adapter_diffusers.report import linear_report, title
+from h3_adapter_diffusers.survey import argument_obstacles
 from h3_adapter_diffusers.tensor_parallel import TensorParallel, disagreements
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def install_h3_training(
     changed unless everything can be bound. Installing again with the same arguments returns the same handle.
 
     Args:
-        model: The model, its weights loaded, in the checkpoint's dtypes.
+        model: The model, its weights loaded, in the checkpoint's dtypes or wholly in fp32.
         mode: strict, audit or off (nothing is touched). The environment variable `H3_MODE` overrides it.
         overlay: Nodes left on Diffusers' arithmetic, to learn what each one costs or which one breaks
             parity: names or shell patterns of names, as the report lists them. In scope `model` also a
@@ -237,7 +238,7 @@ def install_h3_training(
 
 def handle_of(model: nn.Module) -> Handle | None:
     """The handle of an installed model, or None."""
-    handle: Handle | None = vars(model).get(_HANDLE)
+    handle: Handle | None = getattr(model, "__dict__", {}).get(_HANDLE)  # None has no __dict__
     return handle
 
 
@@ -260,6 +261,9 @@ def _agreed_binding(
 def _binding(model: nn.Module, s: Settings, overlay: Overlay | None) -> LinearBinding | GraphBinding:
     if s.mode is Mode.OFF:  # nothing is touched: the linears are only listed
         return LinearBinding(model, dataclasses.replace(s, scope=Scope.PROJECTIONS), ())
+    reasons = argument_obstacles(s.contract, s.attention)
+    if reasons:
+        raise InstallError(reasons)
     if s.scope is Scope.MODEL:
         replaced = overlay if isinstance(overlay, Mapping) else dict.fromkeys(_names(overlay))
         return GraphBinding(model, s, replaced)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from h3_kernels.contract import Rejected, legality
+from h3_kernels import attention_providers
+from h3_kernels.contract import Rejected, legality, parse_parallel_id
+from h3_mapper import H3Config, Layout, tensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -25,6 +27,10 @@ from h3_adapter_diffusers.bindings import (
 )
 from h3_adapter_diffusers.errors import InstallError
 from h3_adapter_diffusers.lora import is_wrapper, wrapper_obstacle
+
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+_SHOWN = 13  # tensor names per reason: the checkpoint's twelve fp32 tensors and rope.inv_freq
+_LOAD = "load with from_pretrained(torch_dtype=torch.bfloat16), which keeps the fp32 tensors, and call no .to(dtype)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +95,28 @@ def find_sites(model: nn.Module) -> list[Site]:
     return sites
 
 
+def argument_obstacles(contract: str, attention: str) -> list[str]:
+    """Names that no model could be installed with, one line each; empty if there is none."""
+    reasons = []
+    try:
+        parse_parallel_id(contract)
+    except ValueError as error:
+        reasons.append(str(error))
+    known = ("auto", *(provider.name for provider in attention_providers.registered()))
+    if attention not in known:
+        reasons.append(f"no attention provider is named {attention!r}; known: {', '.join(known)}")
+    return reasons
+
+
 def obstacles(model: nn.Module, sites: list[Site], *, contract: str, tp: int) -> list[str]:
-    """Every reason not to bind `sites`, one line each; empty if there is none."""
+    """Every reason not to bind `sites`, one line each; empty if there is none. Tensors in other dtypes than the
+    checkpoint's are looked for once every linear could be bound."""
     sharded = {
         id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()
     }
     reasons = [f"{s.name}: {reason}" for s in sites for reason in _of_site(s, contract, tp, sharded)]
-    return reasons + list(_of_attention(model))
+    reasons += _of_attention(model)
+    return reasons or list(_of_dtypes(model))
 
 
 def wrapper_obstacles(sites: list[Site]) -> list[str]:
@@ -169,3 +190,33 @@ def _of_attention(model: nn.Module) -> Iterator[str]:
                     f"{blocks}.{index}.attn: projections are fused, which bypasses the LoRA on {', '.join(wrapped)};"
                     " unfuse_qkv_projections() before adding LoRA"
                 )
+
+
+def _of_dtypes(model: Any) -> Iterator[str]:
+    """Tensors in neither h3-mapper's dtypes nor, with all the others, fp32: the rollout has not rounded them."""
+    config = H3Config.from_mapping(dict(model.config))
+    table = {t.name: _DTYPES[t.dtype] for t in tensors(config, Layout.DIFFUSERS)}
+    # Diffusers computes rope.inv_freq, so only the native layouts list it.
+    table |= {t.name: _DTYPES[t.dtype] for t in tensors(config, Layout.RELEASE) if t.name == "rope.inv_freq"}
+    held = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters()}
+    held |= {name: buffer.dtype for name, buffer in model.named_buffers()}
+    whole = dict.fromkeys(table, torch.float32)
+    for (now, expected), names in min((_differing(held, t) for t in (table, whole)), key=_size).items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        shown = ", ".join(names[:_SHOWN])
+        yield f"{shown}{more}: {'is' if len(names) == 1 else 'are'} {now}, expected {expected}; {_LOAD}"
+
+
+_Differing = dict[tuple[torch.dtype, torch.dtype], list[str]]
+
+
+def _differing(held: Mapping[str, torch.dtype], expected: Mapping[str, torch.dtype]) -> _Differing:
+    found: _Differing = {}
+    for name, dtype in expected.items():
+        if held.get(name, dtype) != dtype:
+            found.setdefault((held[name], dtype), []).append(name)
+    return found
+
+
+def _size(differing: _Differing) -> int:
+    return sum(len(names) for names in differing.values())
