@@ -218,6 +218,14 @@ def test_one_rank_that_cannot_bind_stops_the_others(pool, weights):
     assert "blocks.1.mlp.fc2: has no weight" in theirs
 
 
+@pytest.mark.parametrize("contract", ["h3-parallel-v1-u16", "h3-parallel-v1-u1"])
+def test_one_rank_whose_contract_does_not_exist_or_fit_stops_the_others(pool, weights, contract):
+    (ours, clean), (theirs, _) = pool.run(disagreement, weights, [{}, {"contract": contract}], tp=2)
+    assert "rank 1 of tp=2 refused; its own error says why" in ours
+    assert clean
+    assert "h3-parallel-v1-u16" in theirs or "tp=2 does not divide 1 units" in theirs
+
+
 def test_fused_all_reduce_is_refused(pool, weights):
     for message in pool.run(fused_collective, weights, tp=2):
         assert "vLLM pass fuse_allreduce_rms is on" in message

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from h3_kernels.collectives import Collective, TorchDistributedCollective
 from h3_kernels.collectives.protocol import check_collective
-from h3_kernels.contract import parse_parallel_id
+from h3_kernels.contract import UNITS, parse_parallel_id
 from h3_kernels.errors import CollectiveError
 from vllm.distributed import get_tp_group
 from vllm.platforms import current_platform
@@ -30,7 +30,10 @@ def join_group(settings: Settings, device: torch.device, reasons: list[str]) -> 
         return settings, reasons
     try:
         collective = settings.collective or _default_collective()
-        check_collective(collective, settings.tp, settings.rank, parse_parallel_id(settings.contract))
+        units = (
+            UNITS if reasons else parse_parallel_id(settings.contract)
+        )  # a rank that refuses may name no contract
+        check_collective(collective, settings.tp, settings.rank, units)
     except (CollectiveError, ValueError) as error:
         return settings, reasons or [str(error)]
     return replace(settings, collective=collective), reasons + list(
