@@ -55,7 +55,7 @@ def test_a_package_imports_only_what_the_rule_allows(module: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("module", PACKAGES.keys() - {"h3_kernels"})
+@pytest.mark.parametrize("module", [module for module in PACKAGES if module != "h3_kernels"])
 def test_only_h3_kernels_touches_torch_cuda(module: str) -> None:
     wrong = [path.name for path in sources(PACKAGES[module][0]) if touches_cuda(ast.parse(path.read_text()))]
     assert not wrong

@@ -1,6 +1,8 @@
 """The CUDA providers' decisions without a GPU: what each refuses, who is asked first, and that settings return."""
 
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
@@ -103,3 +105,36 @@ def test_a_probe_finds_one_differing_value(monkeypatch):
     assert (good.ok, good.compared) == (True, 2 * 9 * 6)
     bad = cuda_providers._probe(wrong, call, torch.device("cpu"))
     assert (bad.ok, bad.detail) == (False, "1 of 54 values differ on random inputs")
+
+
+def test_split_k_stays_off_while_any_thread_is_inside(monkeypatch):
+    """Two threads that saved and restored the process's settings at once would leave split-K on under one of them."""
+    monkeypatch.setattr(
+        torch.backends.cuda, "preferred_blas_library", lambda library=None: library or "cublas"
+    )
+    seen = []
+
+    def enter():
+        for _ in range(50):
+            with cuda_providers.no_split_k():
+                time.sleep(0)
+                seen.append(torch._C._get_cublas_allow_bf16_reduced_precision_reduction())
+
+    threads = [threading.Thread(target=enter) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(seen) == {(False, False)}
+    assert len(seen) == 200
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_operands_with_gaps_are_packed_in_their_own_order(across):
+    """cuBLAS picks its kernel by the leading dimension too; the probe proves packed operands only."""
+    wide = torch.arange(6 * 16.0).reshape(6, 16)
+    t = wide[:, :8].t() if across else wide[:, :8]
+    packed = cuda_providers.packed(t)
+    assert torch.equal(packed, t)
+    assert (packed.t() if across else packed).is_contiguous()
+    assert cuda_providers.packed(packed) is packed

@@ -5,6 +5,7 @@ on that device, once per call, that it gives the same bits on random and on canc
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -68,7 +69,8 @@ class CublasLtProvider:
         return _elsewhere(call)
 
     def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """a times b transposed by ``torch.mm``."""
+        """a times b transposed by ``torch.mm``; operands with gaps between rows are copied (see ``packed``)."""
+        a, b = packed(a), packed(b)
         with no_split_k():
             return torch.mm(a, b.t())
 
@@ -91,7 +93,8 @@ class BmmTreeProvider:
         return _elsewhere(call)
 
     def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """Rows in chunks of BMM_SCRATCH bytes of partials."""
+        """Rows in chunks of BMM_SCRATCH bytes of partials; operands with gaps are copied (see ``packed``)."""
+        a, b = packed(a), packed(b)
         (m, _), n = a.shape, b.shape[0]
         rows = max(1, BMM_SCRATCH // (4 * units * n))
         b_UKN = _by_unit(b, units).transpose(1, 2)
@@ -153,12 +156,31 @@ def _by_unit(t: Tensor, units: int) -> Tensor:
     return t.as_strided((units, rows, width), (width * t.stride(1), t.stride(0), t.stride(1)))
 
 
+def packed(t: Tensor) -> Tensor:
+    """[rows, K] without gaps, in the same order of dimensions: cuBLAS picks its kernel by the leading dimension too,
+    and a probe proves the one of packed operands."""
+    if t.is_contiguous() or t.t().is_contiguous():
+        return t
+    return t.contiguous() if t.stride(1) == 1 else t.t().contiguous().t()
+
+
+_SETTINGS = threading.Lock()
+"""Held while the process's matmul settings are ours: two threads (autograd has one a device) that saved and restored
+them at once could leave split-K on under the other's product."""
+
+
 @contextmanager
 def no_split_k() -> Iterator[None]:
     """cuBLASLt, and no split-K for bf16, until the block ends; the process's own settings return then.
 
     These are settings of the process: a bf16 product that another thread launches meanwhile runs without split-K too.
+    One thread at a time is inside.
     """
+    with _SETTINGS:
+        yield from _without_split_k()
+
+
+def _without_split_k() -> Iterator[None]:
     matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     library = blas()
     reduction = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()  # (allowed, split-K allowed)
