@@ -30,9 +30,8 @@ def join_group(settings: Settings, device: torch.device, reasons: list[str]) -> 
         return settings, reasons
     try:
         collective = settings.collective or _default_collective()
-        units = (
-            UNITS if reasons else parse_parallel_id(settings.contract)
-        )  # a rank that refuses may name no contract
+        # A rank that refuses may name no contract at all, and must still tell the others.
+        units = UNITS if reasons else parse_parallel_id(settings.contract)
         check_collective(collective, settings.tp, settings.rank, units)
     except (CollectiveError, ValueError) as error:
         return settings, reasons or [str(error)]
