@@ -236,7 +236,8 @@ def test_importing_the_package_imports_nothing_heavy():
 
 
 SLOWED = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts its background jobs with SIGINT ignored
 import h3_mapper.stream as stream
 from h3_mapper.cli import main
 real = stream._write
