@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from environment import ROOT, source_digest
+from environment import ROOT, collect, source_digest
 
 EVIDENCE = ROOT / "evidence"
 PARTS = ("environment", "tests", "report")
@@ -172,14 +172,46 @@ def check() -> int:
     return 1 if wrong else 0
 
 
+def file_results(hardware: str, named: list[str], junit: Path) -> int:
+    """File result files (``NAME=FILE``) and a pytest JUnit file, all made at the current head, as evidence."""
+    import records
+    from figures import speed_figure
+
+    environment = collect()
+    made = []
+    for name, _, path in (item.partition("=") for item in named):
+        for record in records.load(Path(path)):
+            head = record["environment"]["head"]
+            if head != environment["head"]:
+                print(
+                    f"evidence: {path} was measured at {head}, not at {environment['head']}: run it again",
+                    file=sys.stderr,
+                )
+                return 1
+            made.append({"benchmark": name, **record})
+    target = write(EVIDENCE, hardware, environment, tests_from_junit(junit, "pytest -m 'not gpu'"), made)
+    speed_figure(made, target / "figure.png", f"{hardware} at {environment['head'][:12]}")
+    print(f"evidence: {len(made)} records in {target.relative_to(ROOT)}")
+    return 0
+
+
 def main() -> int:
-    """Command line: ``check``."""
+    """Command line: ``check``, or ``file HARDWARE NAME=FILE... --junit FILE``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["check"])
-    parser.parse_args()
-    return check()
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("check", help="refuse malformed, edited or unknown evidence; name stale claims")
+    filing = commands.add_parser("file", help="file CPU results and test outcomes made at the current head")
+    filing.add_argument("hardware")
+    filing.add_argument("results", nargs="+", help="NAME=FILE, a benchmark's name and its result file")
+    filing.add_argument(
+        "--junit", type=Path, required=True, help="pytest's JUnit file of the tests run beside them"
+    )
+    arguments = parser.parse_args()
+    if arguments.command == "check":
+        return check()
+    return file_results(arguments.hardware, arguments.results, arguments.junit)
 
 
 if __name__ == "__main__":

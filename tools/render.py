@@ -15,6 +15,7 @@ from typing import Any
 
 import records
 from environment import ROOT
+from h3_kernels import contract
 from hardware import HARDWARE
 
 import evidence
@@ -57,19 +58,46 @@ def ratios(record: dict[str, Any]) -> dict[str, float]:
 
 
 def measured() -> str:
-    """README's summary: one line per result file, the best and the worst ratio of it."""
-    rows = []
-    for path in sorted(RESULTS.glob("*.json")):
-        found = [(ratio, record) for record in records.load(path) for ratio in ratios(record).values()]
-        if not found:
-            continue
-        values = sorted(ratio for ratio, _ in found)
-        where = f"[{path.stem}](benchmarks/results/{path.name})"
-        rows.append(
-            (where, len(values), f"{values[0]:.2f}", f"{values[len(values) // 2]:.2f}", f"{values[-1]:.2f}")
+    """README's summary: the headline of each subject that was measured."""
+    parts = [
+        conversion(records.load(RESULTS / "mapper_cpu.json")),
+        linears(records.load(RESULTS / "gemm_h200.json")),
+    ]
+    return "\n".join(part for part in parts if part) + "\nEvery record: [docs/results.md](docs/results.md).\n"
+
+
+def conversion(found: list[dict[str, Any]]) -> str:
+    """One line per direction of converting a checkpoint, against `cp` of the same bytes."""
+    rows = [
+        (
+            r["subject"],
+            f"{r['ratio']:.2f}",
+            f"{r['bytes'] / r['ours'] / 1e9:.1f} GB/s",
+            f"{r['peak_rss'] / 2**20:.0f} MiB",
         )
-    head = ("results (time / the named peer's in the same run)", "ratios", "best", "median", "worst")
-    return table(head, rows) + "\nEvery record: [docs/results.md](docs/results.md).\n"
+        for r in found
+        if r.get("peer") == "cp --reflink=never"
+    ]
+    head = ("h3-mapper, files fsynced, digests on", "time / `cp`", "speed", "peak memory")
+    return f"{table(head, rows)}\n{_machine(found)}\n" if rows else ""
+
+
+def linears(found: list[dict[str, Any]]) -> str:
+    """Forward of the four linears with the provider that is chosen, at one rank and the default contracts."""
+    shown = [
+        r
+        for r in found
+        if r.get("auto") and r.get("ratio") and r["tp"] == 1 and r["direction"] == "forward"
+        if r["contract"] in {contract.PROJECTION, contract.parallel_id(contract.UNITS)}
+    ]
+    sizes = sorted({r["rows"] for r in shown})
+    cells = {(r["op"], r["contract"], r["rows"]): f"{r['ratio']:.2f}" for r in shown}
+    rows = [
+        (op, f"`{name}`", *(cells.get((op, name, size), "") for size in sizes))
+        for op, name in dict.fromkeys((r["op"], r["contract"]) for r in shown)
+    ]
+    head = ("h3-kernels, time / stock `F.linear`", "contract", *(f"{size} rows" for size in sizes))
+    return f"{table(head, rows)}\n{_machine(found)}\n" if rows else ""
 
 
 def every_record() -> str:
