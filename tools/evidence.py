@@ -172,7 +172,7 @@ def check() -> int:
     return 1 if wrong else 0
 
 
-def file_results(hardware: str, named: list[str], junit: Path) -> int:
+def file_results(hardware: str, named: list[str], junit: Path, command: str) -> int:
     """File result files (``NAME=FILE``) and a pytest JUnit file, all made at the current head, as evidence."""
     import records
     from figures import speed_figure
@@ -189,14 +189,14 @@ def file_results(hardware: str, named: list[str], junit: Path) -> int:
                 )
                 return 1
             made.append({"benchmark": name, **record})
-    target = write(EVIDENCE, hardware, environment, tests_from_junit(junit, "pytest -m 'not gpu'"), made)
+    target = write(EVIDENCE, hardware, environment, tests_from_junit(junit, command), made)
     speed_figure(made, target / "figure.png", f"{hardware} at {environment['head'][:12]}")
     print(f"evidence: {len(made)} records in {target.relative_to(ROOT)}")
     return 0
 
 
 def main() -> int:
-    """Command line: ``check``, or ``file HARDWARE NAME=FILE... --junit FILE``."""
+    """Command line: ``check``, or ``file HARDWARE NAME=FILE... --junit FILE --tests COMMAND``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -208,10 +208,11 @@ def main() -> int:
     filing.add_argument(
         "--junit", type=Path, required=True, help="pytest's JUnit file of the tests run beside them"
     )
+    filing.add_argument("--tests", required=True, help="the command that wrote the JUnit file")
     arguments = parser.parse_args()
     if arguments.command == "check":
         return check()
-    return file_results(arguments.hardware, arguments.results, arguments.junit)
+    return file_results(arguments.hardware, arguments.results, arguments.junit, arguments.tests)
 
 
 if __name__ == "__main__":
