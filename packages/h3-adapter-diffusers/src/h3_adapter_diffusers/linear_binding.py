@@ -12,7 +12,7 @@ from h3_kernels.binding import Binding, Bound, External, Refused
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.modes import Mode
-from h3_kernels.providers import GemmCall, capability, choose, unknown_provider
+from h3_kernels.providers import GemmCall, capability, choose, proof, unknown_provider
 from torch import nn
 
 from h3_adapter_diffusers.bindings import BLOCK_LISTS, Scope, Style
@@ -187,10 +187,9 @@ def restore(module: nn.Module, ours: object) -> bool:
 def bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> Binding:
     """The provider `choose` gave this call; it remembers its choices, so this is the one that ran."""
     try:
-        provider = choose(call, wanted, device)
+        return Bound(contract, choose(call, wanted, device).name, proof(call, wanted, device))
     except ProviderError as error:
         return Refused(str(error))
-    return Bound(contract, provider.name, provider.probe(call, device))
 
 
 def provider_obstacles(sites: list[Site], s: Settings) -> list[str]:
