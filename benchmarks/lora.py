@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from environment import collect  # noqa: E402
+from records import write as write_records  # noqa: E402
 
 CONFIG = H3Config(
     num_attention_heads=14,
@@ -194,11 +194,7 @@ def main() -> None:
         }
     for record in found:
         print(json.dumps(record), flush=True)
-    environment = collect()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps([record | {"environment": environment} for record in found], indent=1) + "\n"
-    )
+    write_records(args.out, found)
 
 
 if __name__ == "__main__":

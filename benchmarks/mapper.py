@@ -32,7 +32,7 @@ from h3_mapper.shards import DIFFUSERS_STEM, index_json, out_files
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from environment import collect  # noqa: E402
+from records import write  # noqa: E402
 
 MAPPER = (sys.executable, "-m", "h3_mapper")
 PEERS = (sys.executable, str(Path(__file__).with_name("mapper_peers.py")))
@@ -243,11 +243,7 @@ def main() -> None:
             records = full_scale(Path(name))
         else:
             records = [*disk_records(Path(name), config, args.rounds), *memory_records(config, args.rounds)]
-    environment = collect()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps([record | {"environment": environment} for record in records], indent=1) + "\n"
-    )
+    write(args.out, records)
 
 
 if __name__ == "__main__":

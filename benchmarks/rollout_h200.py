@@ -29,25 +29,12 @@ from h3_kernels.errors import H3KernelsError
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import interleaved_bench
+from release import RELEASE
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from records import Writer
 
-RELEASE = {
-    "num_attention_heads": 56,
-    "attention_head_dim": 128,
-    "hidden_size": 5376,
-    "num_refiner_layers": 2,
-    "ffn_dim": 14336,
-    "in_channels": 24,
-    "audio_in_channels": 32,
-    "text_dim": 5120,
-    "freq_dim": 256,
-    "time_embed_hidden_dim": 5376,
-    "time_embed_dim": 2688,
-    "rope_freq_dim": 16,
-}
 SCOPES = ("linears", "projections", "model")
 PADDING = 57
 MIB = 1 << 20

@@ -33,7 +33,7 @@ from h3_mapper.tp import shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from environment import collect  # noqa: E402
+from records import write  # noqa: E402
 
 KINDS = {"BF16": torch.bfloat16, "F32": torch.float32}
 Named = list[tuple[str, torch.Tensor]]
@@ -217,11 +217,7 @@ def main() -> None:
     bench = Bench(replace(H3Config(), num_layers=layers, num_refiner_layers=1), args.device, args.rounds)
     with torch.no_grad():
         found = list(records(bench))
-    environment = collect()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(
-        json.dumps([record | {"environment": environment} for record in found], indent=1) + "\n"
-    )
+    write(args.out, found)
 
 
 if __name__ == "__main__":

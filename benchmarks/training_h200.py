@@ -39,26 +39,13 @@ from h3_kernels.binding import Bound
 from h3_kernels.errors import H3KernelsError
 from h3_kernels.testing import interleaved_bench
 from peft import LoraConfig
+from release import RELEASE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from records import Writer
 
-RELEASE = {
-    "num_attention_heads": 56,
-    "attention_head_dim": 128,
-    "hidden_size": 5376,
-    "num_refiner_layers": 2,
-    "ffn_dim": 14336,
-    "in_channels": 24,
-    "audio_in_channels": 32,
-    "text_dim": 5120,
-    "freq_dim": 256,
-    "time_embed_hidden_dim": 5376,
-    "time_embed_dim": 2688,
-    "rope_freq_dim": 16,
-}
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 RANK, PADDING, GIB = 64, 57, 1 << 30
 BACKENDS = {

@@ -19,17 +19,18 @@ class Writer:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: list[Record] = []
+        self.environment = collect()
 
     def add(self, record: Record) -> None:
         """Keep one record and write them all; shows it on stderr."""
         self.records.append(record)
         print(json.dumps(record), file=sys.stderr, flush=True)
-        write(self.path, self.records)
+        write(self.path, self.records, self.environment)
 
 
-def write(path: Path, records: Iterable[Record]) -> None:
-    """Write `records` to `path`, each with this process's environment; replaces the file."""
-    environment = collect()
+def write(path: Path, records: Iterable[Record], environment: Record | None = None) -> None:
+    """Write `records` to `path`, each with its environment (collected now if not given); replaces the file."""
+    environment = environment or collect()
     whole = [{**record, "environment": environment} for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(whole, indent=1) + "\n")
