@@ -114,6 +114,9 @@ def parse() -> argparse.Namespace:
         "--no-tests", action="store_true", help="benchmarks only: the evidence then holds no tests"
     )
     parser.add_argument(
+        "--limit", type=float, default=1800, help="seconds for the tests, and for each benchmark (default: 1800)"
+    )
+    parser.add_argument(
         "--out", type=Path, default=evidence.EVIDENCE, help="where to file it (default: evidence/)"
     )
     return parser.parse_args()

@@ -6,6 +6,7 @@ on that device, once per call, that it gives the same bits on random and on canc
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -184,7 +185,9 @@ def _without_split_k() -> Iterator[None]:
     matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     library = blas()
     reduction = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()  # (allowed, split-K allowed)
-    blas("cublaslt")
+    with warnings.catch_warnings():  # torch calls the setting experimental, once a process
+        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental feature")
+        blas("cublaslt")
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     try:
         yield

@@ -47,10 +47,13 @@ def lane_dims(D: tl.constexpr, HALF: tl.constexpr):
 def load_angles(table_row, rotates, D: tl.constexpr, HALF: tl.constexpr):
     """cos and sin [1, D / 2] of one row; 1 and 0 where a lane passes through."""
     lane = tl.arange(0, D // 2)
+    # One return: the compiler visits what follows a return inside an `if`, where there is no table to load from.
     if HALF == 0:
-        return tl.full((1, D // 2), 1.0, tl.float32), tl.zeros((1, D // 2), tl.float32)
-    cos = tl.load(table_row + lane, mask=rotates, other=1.0).to(tl.float32)
-    sin = tl.load(table_row + HALF + lane, mask=rotates, other=0.0).to(tl.float32)
+        cos = tl.full((D // 2,), 1.0, tl.float32)
+        sin = tl.zeros((D // 2,), tl.float32)
+    else:
+        cos = tl.load(table_row + lane, mask=rotates, other=1.0).to(tl.float32)
+        sin = tl.load(table_row + HALF + lane, mask=rotates, other=0.0).to(tl.float32)
     return cos[None, :], sin[None, :]
 
 
