@@ -16,7 +16,7 @@ from torch import Tensor
 from h3_kernels import tuning
 from h3_kernels.binding import Probe
 from h3_kernels.fused import FusedGemm, tree_reduce
-from h3_kernels.providers import GemmCall, register
+from h3_kernels.providers import GemmCall, Unproven, register
 
 BMM_SCRATCH = 256 << 20
 """Bytes of unit partials ``bmm-tree`` holds at once. 16 MB would be 97 rows of out_proj: every chunk reads the whole
@@ -165,6 +165,10 @@ def packed(t: Tensor) -> Tensor:
     return t.contiguous() if t.stride(1) == 1 else t.t().contiguous().t()
 
 
+# torch calls the setting below experimental, once a process; inside an autograd function it says so only after the
+# function returned, where no catch_warnings of ours reaches.
+warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental feature")
+
 _SETTINGS = threading.Lock()
 """Held while the process's matmul settings are ours: two threads (autograd has one a device) that saved and restored
 them at once could leave split-K on under the other's product."""
@@ -185,9 +189,7 @@ def _without_split_k() -> Iterator[None]:
     matmul, blas = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library
     library = blas()
     reduction = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()  # (allowed, split-K allowed)
-    with warnings.catch_warnings():  # torch calls the setting experimental, once a process
-        warnings.filterwarnings("ignore", message=".*preferred_blas_library is an experimental feature")
-        blas("cublaslt")
+    blas("cublaslt")
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     try:
         yield
@@ -200,10 +202,12 @@ Run = Callable[..., Tensor]
 
 
 def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
+    """Raises Unproven during a graph capture and where memory is short."""
     if torch.cuda.is_current_stream_capturing():
-        return Probe(
-            ok=False, detail="cannot be proven during a graph capture: run this shape once before it"
-        )
+        raise Unproven("cannot be proven during a graph capture: run this shape once before it")
+    needed, free = _probe_bytes(call), _free_bytes(device)
+    if needed > free:
+        raise Unproven(f"a probe of this shape takes {needed} bytes of memory, {free} are free")
     compared = 0
     try:
         for kind in ("random", "cancellation"):
@@ -216,10 +220,24 @@ def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
             if different:
                 return Probe(ok=False, detail=f"{different} of {got.numel()} values differ on {kind} inputs")
             compared += got.numel()
-    except torch.cuda.OutOfMemoryError:
-        return Probe(ok=False, detail="not enough free memory to prove this shape")
+    except torch.cuda.OutOfMemoryError as error:
+        raise Unproven("not enough free memory to prove this shape") from error
     detail = f"equals the plain chain on {compared} values of random and cancellation inputs"
     return Probe(ok=True, detail=detail, compared=compared)
+
+
+def _probe_bytes(call: GemmCall) -> int:
+    """Least memory a probe takes: operands, both results, and the plain chain's unit partials. Known before anything is
+    allocated, because an allocation that fails first empties torch's cache."""
+    operands = (call.m + call.n) * call.k * call.a_dtype.itemsize
+    results = 2 * call.m * call.n * call.out_dtype.itemsize
+    return operands + results + (4 * call.units * call.m * call.n if call.units > 1 else 0)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that allocations may take: what the device has free, and what torch has cached."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
 def _probe_inputs(call: GemmCall, device: torch.device, *, cancel: bool) -> tuple[Tensor, Tensor]:
