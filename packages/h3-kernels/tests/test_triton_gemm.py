@@ -100,8 +100,9 @@ def test_a_tile_too_wide_for_fp32_results_is_known():
         assert tuning.triton_tile(925, 5376, units, fp32=False, fp32_result=fp32_result).n <= 128
 
 
-def test_fp32_operands_use_no_tensor_cores():
-    code = compiled(tuning.TRITON_FP32, 1, "fp32", 90, tma=False, operand="fp32").asm["ptx"]
+@pytest.mark.parametrize("tile", tuning.TRITON_FP32, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_fp32_operands_use_no_tensor_cores(tile):
+    code = compiled(tile, 1, "fp32", 90, tma=False, operand="fp32").asm["ptx"]
     assert "fma.rn.f32" in code
     assert "mma" not in code.replace("gemm_kernel", "")
 

@@ -49,21 +49,29 @@ TRITON_SMALL_PROGRAMS = 84
 TRITON_PLAIN = Tile(64, 64, 32, 2, 4)
 """What probes compare with: every element by the shortest path, no persistent grid, no narrow tail."""
 
-TRITON_FP32 = Tile(64, 64, 32, 3, 4)
-"""fp32 operands: fused multiply-adds, no tensor cores; not tuned (patch, audio and output heads only)."""
+TRITON_FP32 = tuple(Tile(m, n, 32, 3, 4) for m, n in ((64, 64), (32, 32), (16, 16)))
+"""fp32 operands (time embedder, patch and output projections), widest first: fused multiply-adds, no tensor cores. An
+output head is 2 columns of 64, so that at 70 rows two programs would walk its whole K alone."""
+
+TRITON_FP32_PROGRAMS = 66
+"""A narrower tile is taken until there are this many programs: half of the multiprocessors."""
 
 
 def triton_tile(m: int, n: int, units: int, *, fp32: bool, fp32_result: bool) -> Tile:
     """The Triton tile for an [m, n] product in ``units`` units of fp32 or bf16 operands."""
     if fp32:
-        return TRITON_FP32
+        return _widest(TRITON_FP32, m, n, units, TRITON_FP32_PROGRAMS)
     if m > TRITON_LARGE.m:
         return TRITON_FP32_RESULT if units > 1 or fp32_result else TRITON_LARGE
     widest = 1 if units > 1 or fp32_result else 0
-    for tile in TRITON_SMALL[widest:]:
-        if math.ceil(n / tile.n) * units >= TRITON_SMALL_PROGRAMS:
+    return _widest(TRITON_SMALL[widest:], m, n, units, TRITON_SMALL_PROGRAMS)
+
+
+def _widest(tiles: Sequence[Tile], m: int, n: int, units: int, programs: int) -> Tile:
+    for tile in tiles:
+        if math.ceil(m / tile.m) * math.ceil(n / tile.n) * units >= programs:
             return tile
-    return TRITON_SMALL[-1]
+    return tiles[-1]
 
 
 @dataclass(frozen=True, slots=True)
