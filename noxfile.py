@@ -19,15 +19,8 @@ from hardware import HARDWARE  # noqa: E402  (tools/ is not a package: it must r
 PACKAGES = ("h3-mapper", "h3-kernels", "h3-adapter-vllm", "h3-adapter-diffusers")
 PYTHONS = ("3.11", "3.12", "3.13")
 SOURCES = ("packages", "benchmarks", "tools", "tests", "examples", "noxfile.py")
-WITHOUT_TORCH = (
-    "cli",
-    "config",
-    "fuzz",
-    "plan",
-    "refusals",
-    "source",
-    "verify",
-)  # h3-mapper's tests that import none
+# h3-mapper's test files that import no torch.
+WITHOUT_TORCH = ("cli", "config", "fuzz", "plan", "refusals", "source", "verify")
 CPU_TESTS = "not gpu and not engine"
 
 nox.options.sessions = ["lint", "typecheck", "tests", "build"]
@@ -85,7 +78,8 @@ def oracles(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Hypothesis and the checkpoint fuzzers with many more examples than the test run's."""
     prepare(session, "sync", "engines")
-    session.run("pytest", "-q", "-m", CPU_TESTS, "packages/h3-mapper", env={"HYPOTHESIS_PROFILE": "fuzz"})
+    fuzzers = ("pytest", "-q", "-m", CPU_TESTS, "packages/h3-mapper", *session.posargs)
+    session.run(*fuzzers, env={"HYPOTHESIS_PROFILE": "fuzz"})
 
 
 @nox.session(python="3.11")
@@ -99,16 +93,8 @@ def build(session: nox.Session) -> None:
 @nox.parametrize("resolution", ["lowest-direct", "highest"])
 def versions(session: nox.Session, resolution: str) -> None:
     """h3-mapper without torch, on the lowest and the newest dependencies its metadata allows."""
-    uv = str(ROOT / ".boot" / "bin" / "uv")
-    install = (
-        uv,
-        "pip",
-        "install",
-        "-q",
-        "--no-config",
-        "--python",
-        f"{session.virtualenv.location}/bin/python",
-    )
+    python = f"{session.virtualenv.location}/bin/python"
+    install = (str(ROOT / ".boot" / "bin" / "uv"), "pip", "install", "-q", "--no-config", "--python", python)
     session.run(*install, "--resolution", resolution, "./packages/h3-mapper", external=True)
     session.run(*install, "pytest", "pytest-timeout", "hypothesis", external=True)
     session.run("h3-mapper", "demo")

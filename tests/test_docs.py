@@ -118,12 +118,20 @@ def build_site(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 def test_the_site_builds_without_a_warning_and_shows_its_figures(tmp_path: Path) -> None:
     done = build_site(ROOT / "mkdocs.yml", tmp_path)
     assert done.returncode == 0, done.stderr
-    page = tmp_path / "results" / "index.html"
-    shown = [
-        page.parent / source for source in re.findall(r'<img alt="[^"]*" src="([^"]*)"', page.read_text())
-    ]
-    assert len(shown) >= len(list((ROOT / "benchmarks" / "results").glob("*.json")))
-    assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in shown)
+    for name, made_from in (
+        ("results", "benchmarks/results/*.json"),
+        ("evidence", "evidence/*/*/figure.png"),
+    ):
+        shown = images(tmp_path / name / "index.html")
+        assert len(shown) >= len(list(ROOT.glob(made_from)))
+        assert all(figure.read_bytes().startswith(b"\x89PNG") for figure in shown)
+    assert "At the commit this site was built from" in (tmp_path / "evidence" / "index.html").read_text()
+
+
+def images(page: Path) -> list[Path]:
+    """The files of a page's images."""
+    sources = re.findall(r'<img alt="[^"]*" src="([^"]*)"', page.read_text())
+    return [page.parent / source for source in sources]
 
 
 def test_a_dead_link_stops_the_site(tmp_path: Path) -> None:
@@ -144,12 +152,33 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(listed) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+OUTSIDE_THE_SITE = (
+    *(page for page in PAGES if page.parent != DOCS),
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+)
+
+
+def dead_links(page: Path) -> list[str]:
+    """Relative links of a page that lead to no file; mkdocs checks those of the site."""
+    links = re.findall(r"\]\((?![a-z]+:|#)([^)#\s]+)", page.read_text())
+    return [f"{page.name}: {link}" for link in links if not (page.parent / link).exists()]
+
+
+def test_links_of_pages_outside_the_site_lead_somewhere(tmp_path: Path) -> None:
+    assert not [dead for page in OUTSIDE_THE_SITE for dead in dead_links(page)]
+    (tmp_path / "page.md").write_text(
+        "[here](page.md#top) [there](https://example.org) [gone](docs/gone.md)\n"
+    )
+    assert dead_links(tmp_path / "page.md") == ["page.md: docs/gone.md"]
+
+
 def test_files_the_documents_name_exist() -> None:
     """Paths in code spans, from the repository's root or a package's."""
     path = re.compile(r"`((?:docs|packages|tests|tools|benchmarks|examples|evidence|requirements)/[\w./-]+)`")
     dead = [
         f"{page.relative_to(ROOT)}: {name}"
-        for page in (*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
+        for page in sorted({*PAGES, *OUTSIDE_THE_SITE})
         for name in path.findall(page.read_text())
         if not any((root / name).exists() for root in (ROOT, *(ROOT / "packages").iterdir()))
     ]

@@ -2,6 +2,7 @@
 on older source are named. Every refusal is planted in a folder that is otherwise accepted."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ RECORDS = [
 ]
 
 
-def head() -> str:
+def git(*arguments: str) -> str:
     return subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True
     ).stdout.strip()
 
 
@@ -35,7 +36,7 @@ def environment(**changes: Any) -> dict[str, Any]:
         "software": {"torch": "2.11.0"},
         "gpu": None,
     }
-    return {**base, "head": head(), "sources": sources, **changes}
+    return {**base, "head": git("rev-parse", "HEAD"), "sources": sources, **changes}
 
 
 @pytest.fixture
@@ -103,13 +104,46 @@ def test_broken_json_is_named(folder: Path) -> None:
         evidence.folders(folder.parent.parent)
 
 
+CLAIM = {"id": "speed", "hardware": "h200", "benchmark": "gemm", "packages": ["h3-kernels"]}
+
+
 def test_claims_on_older_source_are_said_and_current_ones_are_not(folder: Path) -> None:
-    claim = {"id": "speed", "hardware": "h200", "benchmark": "gemm", "packages": ["h3-kernels"]}
     found = evidence.folders(folder.parent.parent)
-    assert evidence.stale_claims(found, [claim]) == []
+    assert evidence.standing(found, CLAIM).current
     found[0].environment["sources"]["h3-kernels"] = "0" * 64
-    assert "older than the source of h3-kernels" in evidence.stale_claims(found, [claim])[0]
-    assert "no evidence on b200" in evidence.stale_claims(found, [{**claim, "hardware": "b200"}])[0]
+    old = evidence.standing(found, CLAIM)
+    assert not old.current
+    assert "older than the source of h3-kernels" in str(old)
+
+
+@pytest.mark.parametrize("change", [{"hardware": "b200"}, {"benchmark": "nodes"}])
+def test_a_claim_that_was_never_measured_is_said(folder: Path, change: dict[str, str]) -> None:
+    none = evidence.standing(evidence.folders(folder.parent.parent), CLAIM | change)
+    assert not none.current
+    assert str(none) == f"no evidence on {none.claim['hardware']} yet"
+
+
+def test_the_newest_folder_is_taken_by_day_and_then_by_commit(folder: Path) -> None:
+    """Two heads measured on one day: the later commit's."""
+    parent = git("rev-parse", "HEAD~1")
+    older = folder.parent.parent / parent / "h200"
+    older.parent.mkdir()
+    shutil.copytree(folder, older)
+    found = evidence.folders(folder.parent.parent)
+    newest = evidence.newest(found, "h200", lambda record: record["benchmark"] == "gemm")
+    assert newest is not None
+    assert newest.path == folder
+    edit(older, "report", lambda report: report.update(made="2999-01-01"))
+    found = evidence.folders(folder.parent.parent)
+    newest = evidence.newest(found, "h200", lambda record: record["benchmark"] == "gemm")
+    assert newest is not None
+    assert newest.path == older
+
+
+def test_every_claim_names_pages_that_exist_and_packages_of_ours() -> None:
+    for claim in evidence.claims():
+        assert all((ROOT / page).is_file() for page in claim["pages"]), claim["id"]
+        assert set(claim["packages"]) <= {path.name for path in (ROOT / "packages").iterdir()}
 
 
 def test_the_repositorys_own_evidence_is_accepted() -> None:

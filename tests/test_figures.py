@@ -1,8 +1,10 @@
-"""Figures show what the records hold: every ratio, and our error against each peer's."""
+"""Figures show what the records hold: every ratio, our error against each peer's, where two runs part."""
 
 from pathlib import Path
 
 import figures
+import pytest
+from matplotlib.figure import Figure as Canvas
 
 RECORDS = [
     {
@@ -12,6 +14,11 @@ RECORDS = [
     },
     {"op": "fc2", "dtype": "float32", "rows": 1, "ratio": 1.1, "error": 3e-7, "stock_error": 2e-7},
     {"op": "fc2", "dtype": "bfloat16", "rows": 1, "ratio": 0.9},
+]
+OUTPUTS = ["text_norm [h]", "token_refiner.blocks.0.norm1 [h]", "blocks.0.norm1 [h]", "blocks.0.mlp.fc2 [h]"]
+TRACES = [
+    {"case": "again", "outputs": OUTPUTS, "share": [0.0, 0.0, 0.0, 0.0]},
+    {"case": "one ulp", "outputs": OUTPUTS, "share": [0.0, 0.0, 0.25, 1.0]},
 ]
 
 
@@ -33,8 +40,25 @@ def test_records_without_errors_have_none_to_show() -> None:
     assert figures.error_ratios([{"error_fp64": {"diffusers": 1e-3}}, {"error": 1e-3}]) == {}
 
 
-def test_both_figures_are_drawn(tmp_path: Path) -> None:
-    for draw in (figures.speed_figure, figures.error_figure):
-        draw(RECORDS, tmp_path / "figure.png", "a title")
-        assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
-        (tmp_path / "figure.png").unlink()
+def test_runs_part_where_the_first_row_differs() -> None:
+    axes = Canvas().subplots()
+    figures.draw_divergence(axes, figures.shares([*RECORDS, *TRACES]))
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["again: equal", "one ulp: part at blocks.0.norm1 [h]"]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == [
+        "text_norm",
+        "token_refiner.blocks.0",
+        "blocks.0",
+    ]
+
+
+@pytest.mark.parametrize("figure", figures.FIGURES, ids=lambda figure: figure.kind)
+def test_every_kind_is_drawn_and_one_without_records_is_known_to_be_empty(figure, tmp_path: Path) -> None:
+    figures.save(figure, [*RECORDS, *TRACES], tmp_path / "figure.png", "a title")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert not figure.values([{"subject": "a note without numbers"}])
+
+
+def test_a_run_that_measured_nothing_still_has_a_figure(tmp_path: Path) -> None:
+    figures.speed_figure([], tmp_path / "figure.png", "a title")
+    assert (tmp_path / "figure.png").exists()

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -37,6 +38,28 @@ class Folder:
     def name(self) -> str:
         """``<head>/<hardware>``."""
         return f"{self.path.parent.name}/{self.path.name}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a claim of the documents rests on: its newest evidence, and the packages changed since."""
+
+    claim: dict[str, Any]
+    evidence: Folder | None
+    changed: tuple[str, ...]
+
+    @property
+    def current(self) -> bool:
+        """True when the evidence was made with the source the packages have now."""
+        return self.evidence is not None and not self.changed
+
+    def __str__(self) -> str:
+        if self.evidence is None:
+            return f"no evidence on {self.claim['hardware']} yet"
+        head = self.evidence.path.parent.name[:12]
+        if self.changed:
+            return f"evidence {head} is older than the source of {', '.join(self.changed)}"
+        return f"evidence {head} was made with today's source"
 
 
 def digest(environment: dict[str, Any], tests: dict[str, Any], records: list[dict[str, Any]]) -> str:
@@ -133,27 +156,31 @@ def is_commit(head: str) -> bool:
     return found.returncode == 0
 
 
-def stale_claims(found: list[Folder], claims: list[dict[str, Any]]) -> list[str]:
-    """Claims whose newest evidence was made with other source than the package has now."""
-    lines = []
-    for claim in claims:
-        runs = [
-            folder for folder in found if folder.path.name == claim["hardware"] and _covers(folder, claim)
-        ]
-        if not runs:
-            lines.append(f"{claim['id']}: no evidence on {claim['hardware']} yet")
-            continue
-        newest = max(runs, key=lambda folder: str(folder.report["made"]))
-        changed = [p for p in claim["packages"] if newest.environment["sources"].get(p) != source_digest(p)]
-        if changed:
-            lines.append(
-                f"{claim['id']}: evidence {newest.name[:12]} is older than the source of {', '.join(changed)}"
-            )
-    return lines
+def newest(found: list[Folder], hardware: str, holds: Callable[[dict[str, Any]], bool]) -> Folder | None:
+    """The newest folder of a hardware with a record that `holds`."""
+    fitting = [f for f in found if f.path.name == hardware and any(map(holds, f.report["records"]))]
+    return max(fitting, key=age, default=None)
 
 
-def _covers(folder: Folder, claim: dict[str, Any]) -> bool:
-    return any(record["benchmark"] == claim["benchmark"] for record in folder.report["records"])
+def age(folder: Folder) -> tuple[str, int]:
+    """Sorts folders, oldest first: the day one was made, then the seconds since 1970 of its commit (0 if unknown)."""
+    show = ["git", "-C", str(ROOT), "show", "--no-patch", "--format=%ct", folder.path.parent.name]
+    done = subprocess.run(show, capture_output=True, text=True, check=False)
+    return str(folder.report["made"]), int(done.stdout) if done.returncode == 0 else 0
+
+
+def claims() -> list[dict[str, Any]]:
+    """The claims the documents make: id, page, hardware, benchmark, and the packages whose source they rest on."""
+    listed: list[dict[str, Any]] = json.loads((EVIDENCE / "claims.json").read_text())
+    return listed
+
+
+def standing(found: list[Folder], claim: dict[str, Any]) -> Standing:
+    """The newest evidence of a claim, and which of its packages have other source now."""
+    run = newest(found, claim["hardware"], lambda record: record["benchmark"] == claim["benchmark"])
+    sources = run.environment["sources"] if run else {}
+    changed = [package for package in claim["packages"] if sources.get(package) != source_digest(package)]
+    return Standing(claim, run, tuple(changed) if run else ())
 
 
 def check() -> int:
@@ -167,8 +194,10 @@ def check() -> int:
     wrong = [line for folder in found for line in problems(folder, schema)]
     for line in wrong:
         print(f"evidence: {line}", file=sys.stderr)
-    for line in stale_claims(found, json.loads((EVIDENCE / "claims.json").read_text())):
-        print(f"stale: {line}")
+    for claim in claims():
+        stands = standing(found, claim)
+        if not stands.current:
+            print(f"stale: {claim['id']}: {stands}")
     return 1 if wrong else 0
 
 

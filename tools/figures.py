@@ -1,39 +1,47 @@
-"""Figures made from result records. matplotlib is imported by the functions that draw."""
+"""Figures made from result records: speed, errors against fp64, and where runs part.
+
+matplotlib is imported by the functions that draw. `FIGURES` lists every kind of figure with what it shows of a list of
+records; records that have nothing of a kind give no figure of it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+Record = dict[str, Any]
 
 BETTER, WORSE = "#2a7f62", "#b3543c"
 
 BINS = 25
 """Of an error histogram; odd, so that equal errors fall into the middle of one."""
 
+CONDITIONS = (
+    "benchmark",
+    "subject",
+    "op",
+    "node",
+    "contract",
+    "direction",
+    "dtype",
+    "provider",
+    "scope",
+    "case",
+)
+"""What of a record names a bar."""
 
-def label(record: dict[str, Any]) -> str:
+
+def label(record: Record) -> str:
     """A record as one axis label: what was measured, at what size."""
-    parts = [
-        record.get(key)
-        for key in (
-            "benchmark",
-            "subject",
-            "op",
-            "node",
-            "contract",
-            "direction",
-            "dtype",
-            "provider",
-            "case",
-        )
-    ]
     rows = f"{record['rows']} rows" if "rows" in record else None
     tp = f"tp{record['tp']}" if record.get("tp", 1) != 1 else None
-    return " ".join(str(part) for part in (*parts, rows, tp) if part)
+    return " ".join(str(part) for part in (*map(record.get, CONDITIONS), rows, tp) if part)
 
 
-def bars(records: list[dict[str, Any]]) -> list[tuple[str, float]]:
+def bars(records: list[Record]) -> list[tuple[str, float]]:
     """Every ratio of the records, with a label; a record may compare with several peers."""
     found = []
     for record in records:
@@ -45,31 +53,19 @@ def bars(records: list[dict[str, Any]]) -> list[tuple[str, float]]:
     return found
 
 
-def speed_figure(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw ours / theirs of every record that has a ratio as a horizontal bar; 1.0 is the peer, shorter is faster."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    rated = bars(records)
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.18 * max(len(rated), 1)), layout="constrained")
-    axes.barh(
-        range(len(rated)),
-        [ratio for _, ratio in rated],
-        color=[BETTER if r <= 1 else WORSE for _, r in rated],
-    )
-    axes.set_yticks(range(len(rated)), [name for name, _ in rated], fontsize=6)
-    axes.axvline(1.0, color="black", linewidth=0.8)
+def draw_speed(axes: Any, rated: list[tuple[str, float]]) -> None:
+    """Ours / theirs as horizontal bars from 1.0, the peer, on a logarithmic axis: to the left is faster."""
+    ratios = [ratio for _, ratio in rated]
+    places = range(len(rated))
+    axes.barh(places, [r - 1 for r in ratios], left=1, color=[BETTER if r <= 1 else WORSE for r in ratios])
+    axes.set_yticks(places, [name for name, _ in rated], fontsize=6)
+    _axis_of_ratios(axes)
     axes.margins(y=0.01)
     axes.invert_yaxis()
-    axes.set_xlabel("time / the named peer's in the same run (lower is faster)")
-    axes.set_title(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    axes.set_xlabel("time / the named peer's in the same run (left of 1 is faster)")
 
 
-def error_ratios(records: list[dict[str, Any]]) -> dict[str, list[float]]:
+def error_ratios(records: list[Record]) -> dict[str, list[float]]:
     """Peer -> our error against fp64 / the peer's, of every record that holds both; below 1 we are closer."""
     found: dict[str, list[float]] = {}
     for record in records:
@@ -82,24 +78,85 @@ def error_ratios(records: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def error_figure(records: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw how our errors against fp64 compare with each peer's, as histograms; left of 1.0 we are closer."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    found = error_ratios(records)
+def draw_errors(axes: Any, found: dict[str, list[float]]) -> None:
+    """How our errors against fp64 compare with each peer's, as histograms; left of 1.0 we are closer."""
     reach = max([abs(math.log2(ratio)) for ratios in found.values() for ratio in ratios] + [1.0])
     edges = [2 ** (reach * (2 * i - BINS) / BINS) for i in range(BINS + 1)]
-    figure, axes = plt.subplots(figsize=(9, 3), layout="constrained")
     axes.hist(list(found.values()), bins=edges, stacked=True, label=[f"against {peer}" for peer in found])
+    _axis_of_ratios(axes)
+    axes.set_xlabel("our error against fp64 / the peer's on the same inputs (left of 1 is closer)")
+    axes.set_ylabel("records")
+    axes.legend()
+
+
+def shares(records: list[Record]) -> list[Record]:
+    """The records that compare two traces: `outputs` in the order computed, and the `share` of rows that differ."""
+    return [record for record in records if record.get("outputs") and "share" in record]
+
+
+def draw_divergence(axes: Any, compared: list[Record]) -> None:
+    """The share of rows that differ, output by output; a mark where two runs part."""
+    for record in compared:
+        first = next((i for i, share in enumerate(record["share"]) if share), None)
+        where = "equal" if first is None else f"part at {record['outputs'][first]}"
+        (line,) = axes.plot(record["share"], drawstyle="steps-mid", label=f"{record['case']}: {where}")
+        if first is not None:
+            axes.plot(first, record["share"][first], "o", color=line.get_color())
+    blocks = _first_of_each_block(compared[0]["outputs"])
+    axes.set_xticks(list(blocks.values()), list(blocks), rotation=30, ha="right", fontsize=7)
+    axes.set(xlabel="output, in the order computed", ylabel="share of rows that differ", ylim=(-0.03, 1.03))
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.5))
+
+
+def _first_of_each_block(outputs: list[str]) -> dict[str, int]:
+    """`blocks.1` -> the index of its first output; an output outside every block stands for itself until the next."""
+    found: dict[str, int] = {}
+    for i, output in enumerate(outputs):
+        parts = output.split(".")
+        name = (
+            ".".join(parts[: parts.index("blocks") + 2]) if "blocks" in parts else parts[0].partition(" ")[0]
+        )
+        found.setdefault(name, i)
+    return found
+
+
+def _axis_of_ratios(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("our error against fp64 / the peer's on the same inputs (left of 1 is closer)")
-    axes.set_ylabel("records")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One kind of figure: what it shows of records (empty: nothing), how that is drawn, and how tall, in inches."""
+
+    kind: str
+    values: Callable[[list[Record]], Any]
+    draw: Callable[[Any, Any], None]
+    height: Callable[[Any], float]
+
+
+SPEED = Figure("speed", bars, draw_speed, lambda rated: 1.5 + 0.18 * len(rated))
+
+FIGURES = (
+    SPEED,
+    Figure("errors", error_ratios, draw_errors, lambda found: 3.0),
+    Figure("divergence", shares, draw_divergence, lambda compared: 4.0),
+)
+
+
+def save(figure: Figure, records: list[Record], path: Path, title: str) -> None:
+    """Draw one kind of figure of `records` as a PNG."""
+    from matplotlib.figure import Figure as Canvas
+
+    values = figure.values(records)
+    canvas = Canvas(figsize=(9, figure.height(values)), layout="constrained")
+    axes = canvas.subplots()
+    figure.draw(axes, values)
     axes.set_title(title)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    canvas.savefig(path, dpi=120)
+
+
+def speed_figure(records: list[Record], path: Path, title: str) -> None:
+    """An evidence folder's figure: every ratio; empty axes where a run measured none."""
+    save(SPEED, records, path, title)

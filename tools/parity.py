@@ -11,7 +11,6 @@ case differs.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import tempfile
@@ -31,7 +30,9 @@ with warnings.catch_warnings():
     from peft import LoraConfig
     from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parent))
 from parity_rollout import RANK, REQUESTS, rollout
+from records import write
 
 SCOPE = "model"
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
@@ -145,7 +146,7 @@ def main() -> int:
     from h3_adapter_vllm.testing.pool import TensorParallelPool
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--json", type=Path, help="also write them here, as a result file")
     parser.add_argument("--only", default="", help="cases whose line contains this text")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -156,7 +157,7 @@ def main() -> int:
         results = [run(pool, case, path) for case in CASES if arguments.only in str(case)]
     print(table(results))
     if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+        write(arguments.json, map(asdict, results))
     return int(any(r.bound for r in results))
 
 

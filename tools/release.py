@@ -1,12 +1,14 @@
 """Build and check what a release would publish: ``release.py build`` and ``release.py check``.
 
 ``build`` makes every wheel and sdist and installs each wheel alone in an empty environment. ``check`` also reads the
-metadata, licence, changelog and the pins between our packages.
+metadata, licence and changelog, resolves each package on the lowest versions it allows, and checks that a pin of one
+package can be met: the lower bound of what it needs of ours is a version that exists, and today's is inside its bounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import tarfile
@@ -105,11 +107,47 @@ def check_metadata(package: str, wheel: Path) -> None:
             raise ReleaseError(f"{package}: the wheel lacks {name}")
     if not any(name.endswith("licenses/LICENSE") for name in names):
         raise ReleaseError(f"{package}: the wheel lacks its LICENSE")
-    if f"## [{project['version']}]" not in (ROOT / "packages" / package / "CHANGELOG.md").read_text():
+    if f"## [{project['version']}]" not in changelog(package):
         raise ReleaseError(f"{package}: CHANGELOG.md has no entry for {project['version']}")
     for requirement in metadata.get_all("Requires-Dist", []):
-        if requirement.startswith("h3-") and ("<" not in requirement or ">=" not in requirement):
-            raise ReleaseError(f"{package}: {requirement!r} must have a lower and an upper bound")
+        if requirement.startswith("h3-"):
+            check_bounds(package, requirement)
+
+
+def check_bounds(package: str, requirement: str) -> None:
+    """What a package needs of ours: a lower bound that is one of its versions, today's version below the upper one."""
+    match = re.fullmatch(r"(h3-[\w-]+)(?=.*>=([\d.]+))(?=.*<([\d.]+)).*", requirement)
+    if match is None:
+        raise ReleaseError(f"{package}: {requirement!r} must have a lower and an upper bound")
+    needed, lowest, above = match.groups()
+    versions = re.findall(r"^## \[([\d.]+)\]", changelog(needed), re.MULTILINE)
+    if numbers(lowest) not in map(numbers, versions):
+        raise ReleaseError(
+            f"{package}: needs {needed} from {lowest}, which is no version of it: {', '.join(versions)}"
+        )
+    if not numbers(lowest) <= numbers(versions[0]) < numbers(above):
+        raise ReleaseError(
+            f"{package}: {requirement!r} leaves out {needed} {versions[0]}, which is released with it"
+        )
+
+
+def changelog(package: str) -> str:
+    """A package's CHANGELOG.md."""
+    return (ROOT / "packages" / package / "CHANGELOG.md").read_text()
+
+
+def numbers(version: str) -> tuple[int, int, int]:
+    """1.2 -> (1, 2, 0)."""
+    parts = [int(part) for part in version.split(".")]
+    return (*parts, 0, 0, 0)[:3]  # type: ignore[return-value]
+
+
+def check_lowest(package: str, dist: Path, scratch: Path) -> None:
+    """The lowest versions a package's metadata allows exist and fit each other; nothing is installed."""
+    environment = scratch / f"{package}-lowest"
+    run(UV, "venv", "--quiet", "--no-config", "--python", sys.executable, environment)
+    install = (UV, "pip", "install", "--quiet", "--no-config", "--dry-run", "--resolution", "lowest-direct")
+    run(*install, "--find-links", dist, "--python", environment / "bin" / "python", package)
 
 
 def main() -> int:
@@ -125,11 +163,11 @@ def main() -> int:
     try:
         wheels = build(arguments.dist)
         with tempfile.TemporaryDirectory() as scratch:
-            for package in PACKAGES:
-                install_alone(package, wheels, Path(scratch))
-        if arguments.command == "check":
             for package, wheel in wheels.items():
-                check_metadata(package, wheel)
+                install_alone(package, wheels, Path(scratch))
+                if arguments.command == "check":
+                    check_metadata(package, wheel)
+                    check_lowest(package, arguments.dist, Path(scratch))
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1

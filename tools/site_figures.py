@@ -1,7 +1,7 @@
 """mkdocs hook: draw the figures of docs/results.md from benchmarks/results while the site is built.
 
-Nothing drawn is committed, so no figure can be older than the numbers beside it. On a result file's section come
-its ratios and, where records hold errors against fp64, a histogram of ours over the peers'.
+Nothing drawn is committed, so no figure can be older than the numbers beside it. Under a result file's heading comes
+every kind of figure its records hold something of.
 """
 
 from __future__ import annotations
@@ -24,21 +24,19 @@ RESULTS = ROOT / "benchmarks" / "results"
 _drawn = tempfile.TemporaryDirectory(prefix="h3-figures-")
 
 
-def names(stem: str) -> list[str]:
-    """The figures of one result file: its speed, and its errors if it holds any."""
-    found = records.load(RESULTS / f"{stem}.json")
-    kinds = [("speed", figures.bars(found)), ("error", figures.error_ratios(found))]
-    return [f"{stem}-{kind}.png" for kind, values in kinds if values]
+def kinds(found: list[figures.Record]) -> list[figures.Figure]:
+    """The figures that records have something to show in."""
+    return [figure for figure in figures.FIGURES if figure.values(found)]
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Draw every figure and add it to the site."""
     for path in sorted(RESULTS.glob("*.json")):
         found = records.load(path)
-        for name in names(path.stem):
-            draw = figures.speed_figure if name.endswith("-speed.png") else figures.error_figure
+        for figure in kinds(found):
+            name = f"{path.stem}-{figure.kind}.png"
             target = Path(_drawn.name) / name
-            draw(found, target, path.stem)
+            figures.save(figure, found, target, path.stem)
             files.append(File.generated(config, f"figures/{name}", abs_src_path=str(target)))
     return files
 
@@ -51,5 +49,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _with_figures(heading: re.Match[str]) -> str:
-    images = [f"![{name.removesuffix('.png')}](figures/{name})" for name in names(heading[1])]
-    return "\n\n".join([heading[0], *images])
+    found = records.load(RESULTS / f"{heading[1]}.json")
+    names = [f"{heading[1]}-{figure.kind}" for figure in kinds(found)]
+    return "\n\n".join([heading[0], *(f"![{name}](figures/{name}.png)" for name in names)])
