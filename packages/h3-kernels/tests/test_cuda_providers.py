@@ -8,7 +8,7 @@ import pytest
 import torch
 from h3_kernels import cuda_providers, tuning
 from h3_kernels.cuda_providers import BmmTreeProvider, CublasLtProvider, FusedSm90Provider, TritonProvider
-from h3_kernels.providers import GemmCall
+from h3_kernels.providers import GemmCall, Unproven
 from h3_kernels.reference import fold_tree, unit_partials
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -83,13 +83,34 @@ def test_units_are_views_of_the_operand_in_either_layout():
 
 def test_a_probe_inside_a_capture_is_refused_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    probe = CublasLtProvider().probe(CHAIN, torch.device("cuda"))
-    assert not probe.ok
-    assert "capture" in probe.detail
+    with pytest.raises(Unproven, match="capture"):
+        CublasLtProvider().probe(CHAIN, torch.device("cuda"))
+
+
+def test_a_probe_asks_for_memory_before_it_takes_any(monkeypatch):
+    """925 x 5376 bf16 results twice, operands of K = 7168, and 8 fp32 partials: 268 MB."""
+    needed = 2 * (925 + 5376) * 7168 + 2 * 2 * 925 * 5376 + 4 * 8 * 925 * 5376
+    assert cuda_providers._probe_bytes(CALL) == needed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_providers, "_free_bytes", lambda device: needed - 1)
+    with pytest.raises(Unproven, match=f"takes {needed} bytes of memory, {needed - 1} are free"):
+        BmmTreeProvider().probe(CALL, torch.device("cuda"))
+
+
+def test_a_probe_that_runs_out_of_memory_proves_nothing(monkeypatch):
+    def no_memory(*operands, **settings):
+        raise torch.cuda.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_providers, "_free_bytes", lambda device: 1 << 40)
+    call = GemmCall(9, 6, 64, 8, BF16, BF16, "k", "n", False, "cpu", None)
+    with pytest.raises(Unproven, match="not enough free memory"):
+        cuda_providers._probe(no_memory, call, torch.device("cpu"))
 
 
 def test_a_probe_finds_one_differing_value(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda_providers, "_free_bytes", lambda device: 1 << 40)
 
     def product(a, b, *, units, out_dtype, bias):
         return fold_tree(unit_partials(a, b, units)).to(out_dtype)

@@ -8,6 +8,7 @@ from h3_kernels.errors import InputError, ProviderError
 from h3_kernels.providers import (
     GemmCall,
     ReferenceProvider,
+    Unproven,
     choose,
     proof,
     register,
@@ -33,6 +34,8 @@ class Recorder(ReferenceProvider):
 
     def probe(self, call, device):
         self.probes += 1
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
         return self.outcome
 
 
@@ -82,6 +85,34 @@ def test_a_failed_probe_refuses_and_the_next_candidate_serves():
     assert not wrong.calls
     with pytest.raises(ProviderError, match=r"wrong: probe failed: 3 of 64 differ, first at \[0, 1\]"):
         call_of(x, weight, provider="wrong")
+
+
+def test_a_choice_made_while_a_probe_was_impossible_is_not_remembered():
+    """Memory that is short, or a graph capture, says nothing of a provider's bits."""
+    short, spare = Recorder("short", probe=Unproven("not enough free memory")), Recorder("spare")
+    register(short, 20)
+    register(spare, 10)
+    x, weight = random_inputs(3, 4, 16)
+    for _ in range(2):
+        call_of(x, weight)
+    assert (len(short.calls), len(spare.calls), short.probes) == (0, 2, 2)
+    with pytest.raises(ProviderError, match="short: not enough free memory"):
+        call_of(x, weight, provider="short")
+    short.outcome = Probe(ok=True, detail="equal", compared=1)
+    for _ in range(2):
+        call_of(x, weight)
+    assert (len(short.calls), len(spare.calls), short.probes) == (2, 2, 4)
+
+
+def test_a_choice_made_after_a_failed_probe_is_remembered():
+    """The twin: bits that differ once are not asked for again."""
+    wrong, spare = Recorder("wrong", probe=Probe(ok=False, detail="1 of 64 differ")), Recorder("spare")
+    register(wrong, 20)
+    register(spare, 10)
+    x, weight = random_inputs(3, 4, 16)
+    for _ in range(2):
+        call_of(x, weight)
+    assert (len(spare.calls), wrong.probes) == (2, 1)
 
 
 def test_without_a_legal_provider_every_reason_is_listed():

@@ -17,7 +17,7 @@ from torch import Tensor
 from h3_kernels import reference
 from h3_kernels.binding import Probe
 from h3_kernels.contract import UNIT_COUNTS
-from h3_kernels.errors import InputError, ProviderError
+from h3_kernels.errors import H3KernelsError, InputError, ProviderError
 
 Layout = Literal["k", "m", "n"]
 DTYPES = (torch.bfloat16, torch.float32)
@@ -46,6 +46,10 @@ class GemmCall:
     capability: tuple[int, int] | None
 
 
+class Unproven(H3KernelsError):
+    """A probe cannot be made now (no free memory, a graph capture): nothing is known of the provider's bits yet."""
+
+
 class Provider(Protocol):
     """One way to compute ``tree_gemm``."""
 
@@ -63,7 +67,10 @@ class Provider(Protocol):
         ...
 
     def probe(self, call: GemmCall, device: torch.device) -> Probe:
-        """Compare bits with the fixed-order chain on ``device`` for calls of this class."""
+        """Compare bits with the fixed-order chain on ``device`` for calls of this class.
+
+        Raises Unproven if that cannot be done now; the provider is then passed over for this call alone.
+        """
         ...
 
 
@@ -123,7 +130,7 @@ def choose(call: GemmCall, wanted: str = "auto", device: torch.device | None = N
     type by default) succeeds. Choices are remembered per call, name and device. Raises ProviderError with the reason
     of every candidate if none is legal.
     """
-    return _chosen(call, wanted, device or torch.device(call.device_type))[0]
+    return _choice(call, wanted, device)[0]
 
 
 def proof(call: GemmCall, wanted: str = "auto", device: torch.device | None = None) -> Probe:
@@ -131,11 +138,28 @@ def proof(call: GemmCall, wanted: str = "auto", device: torch.device | None = No
 
     Raises ProviderError as ``choose`` does.
     """
-    return _chosen(call, wanted, device or torch.device(call.device_type))[1]
+    return _choice(call, wanted, device)[1]
+
+
+Choice = tuple[Provider, Probe]
+
+
+class _Interim(Exception):
+    """A choice for one call only: a provider before it could not be probed. Raised, so that no cache keeps it."""
+
+    def __init__(self, choice: Choice) -> None:
+        self.choice = choice
+
+
+def _choice(call: GemmCall, wanted: str, device: torch.device | None) -> Choice:
+    try:
+        return _chosen(call, wanted, device or torch.device(call.device_type))
+    except _Interim as interim:
+        return interim.choice
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(call: GemmCall, wanted: str, device: torch.device) -> tuple[Provider, Probe]:
+def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Choice:
     if call.device_type == "cuda":
         _load_cuda_providers()
     candidates = [p for p in registered(call) if wanted in ("auto", p.name)]
@@ -143,11 +167,19 @@ def _chosen(call: GemmCall, wanted: str, device: torch.device) -> tuple[Provider
         names = ", ".join(p.name for p in registered(call))
         raise ProviderError(f"no provider is named {wanted!r}; registered: {names}")
     trace = []
+    unproven = False
     for provider in candidates:
         reason = provider.refuses(call)
         if reason is None:
-            with torch.autocast(call.device_type, enabled=False):
-                probe = provider.probe(call, device)
+            try:
+                with torch.autocast(call.device_type, enabled=False):
+                    probe = provider.probe(call, device)
+            except Unproven as error:
+                unproven = True
+                trace.append(f"{provider.name}: {error}")
+                continue
+            if probe.ok and unproven:
+                raise _Interim((provider, probe))
             if probe.ok:
                 return provider, probe
             reason = f"probe failed: {probe.detail}"
