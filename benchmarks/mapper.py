@@ -1,7 +1,7 @@
 """h3-mapper against `cp`: every direction on disk, mapping in memory against memcpy, torch+safetensors beside it.
 
     python benchmarks/mapper.py --out benchmarks/results/mapper_cpu.json
-    python benchmarks/mapper.py --out evidence.json --full-scale     # one 62 GiB conversion, nothing else
+    python benchmarks/mapper.py --out evidence.json --only full-scale     # one 62 GiB conversion, nothing else
 
 Each round runs the peer and us one after the other on the same warm source, in alternating order; a time is the whole
 process, start to exit, with every output file fsynced. `ratio` is the median over rounds of ours / theirs: 1.05 means
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -32,7 +32,7 @@ from h3_mapper.shards import DIFFUSERS_STEM, index_json, out_files
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from records import write  # noqa: E402
+from records import Writer  # noqa: E402
 
 MAPPER = (sys.executable, "-m", "h3_mapper")
 PEERS = (sys.executable, str(Path(__file__).with_name("mapper_peers.py")))
@@ -153,9 +153,8 @@ def mark(folder: Path, config: H3Config, source: random.Random) -> None:
                 out.write(source.randbytes(min(16, target.row_bytes)))
 
 
-def disk_records(folder: Path, config: H3Config, rounds: int) -> list[dict[str, Any]]:
+def disk_records(folder: Path, config: H3Config, rounds: int) -> Iterator[dict[str, Any]]:
     """All six directions against cp, digests on; one source layout on disk at a time."""
-    records = []
     make(folder / "diffusers", config)
     for layout in (Layout.RELEASE, Layout.MODULE):
         converted(folder / "diffusers", folder / layout, layout)
@@ -168,11 +167,8 @@ def disk_records(folder: Path, config: H3Config, rounds: int) -> list[dict[str, 
             rounds,
             folder,
         )
-        records.append(
-            {"subject": f"convert {source} -> {target}", "peer": "cp --reflink=never", "bytes": nbytes}
-            | measured
-        )
-        print(json.dumps(records[-1]), flush=True)
+        subject = f"convert {source} -> {target}"
+        yield {"subject": subject, "peer": "cp --reflink=never", "bytes": nbytes} | measured
     origin = folder / "diffusers"
     for peer, call in {
         "torch+safetensors streaming": lambda out: run([*PEERS, "stream", origin, out, "release"]),
@@ -180,11 +176,7 @@ def disk_records(folder: Path, config: H3Config, rounds: int) -> list[dict[str, 
         "h3-mapper, no digests": lambda out: converted(origin, out, "release", "none"),
     }.items():
         measured = interleaved(lambda out: converted(origin, out, "release"), call, rounds, folder)
-        records.append(
-            {"subject": "convert diffusers -> release", "peer": peer, "bytes": size(origin)} | measured
-        )
-        print(json.dumps(records[-1]), flush=True)
-    return records
+        yield {"subject": "convert diffusers -> release", "peer": peer, "bytes": size(origin)} | measured
 
 
 def size(folder: Path) -> int:
@@ -192,14 +184,14 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def memory_records(config: H3Config, rounds: int) -> list[dict[str, Any]]:
+def memory_records(_folder: Path, config: H3Config, rounds: int) -> Iterator[dict[str, Any]]:
     """Mapping tensors in memory against memcpy of the same bytes, in a process of its own."""
     sizes = json.dumps(config.to_json(native=False))
     done = subprocess.run([*PEERS, "memory", sizes, str(rounds)], check=True, capture_output=True, text=True)
-    return [dict(record) for record in json.loads(done.stdout)]
+    yield from json.loads(done.stdout)
 
 
-def full_scale(folder: Path) -> list[dict[str, Any]]:
+def full_scale(folder: Path, _config: H3Config, _rounds: int) -> Iterator[dict[str, Any]]:
     """The whole 33B model from a marked sparse source: convert, then verify. Holes are kept, so 20 GB of disk do."""
     free, needed = shutil.disk_usage(folder).free, 20 * 10**9
     if free < needed:
@@ -210,16 +202,20 @@ def full_scale(folder: Path) -> list[dict[str, Any]]:
     done = converted(folder / "diffusers", folder / "release", "release")
     checked = run([*MAPPER, "verify", folder / "diffusers", folder / "release"])
     names = ("convert diffusers -> release, 33B, sparse", "verify diffusers = release, 33B, sparse")
-    return [
-        {"subject": subject, "peer": None, "ours": timed.seconds, "theirs": None, "ratio": None, "unit": "s"}
-        | {"bytes": nbytes, "peak_rss": timed.peak_rss, "bytes_on_disk": on_disk(folder / "release")}
-        for subject, timed in zip(names, (done, checked), strict=True)
-    ]
+    for subject, timed in zip(names, (done, checked), strict=True):
+        yield (
+            {"subject": subject, "peer": None, "ours": timed.seconds, "theirs": None, "ratio": None}
+            | {"unit": "s", "bytes": nbytes, "peak_rss": timed.peak_rss}
+            | {"bytes_on_disk": on_disk(folder / "release")}
+        )
 
 
 def on_disk(folder: Path) -> int:
     """Bytes of disk the files take, holes not counted."""
     return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+PARTS = {"disk": disk_records, "memory": memory_records, "full-scale": full_scale}
 
 
 def main() -> None:
@@ -235,15 +231,16 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, default=REAL.num_layers, help="blocks of released size (default 3)"
     )
-    parser.add_argument("--full-scale", action="store_true", help="only the 62 GiB conversion")
+    parser.add_argument(
+        "--only", choices=PARTS, nargs="+", default=["disk", "memory"], help="parts (default: disk memory)"
+    )
     args = parser.parse_args()
     config = QUICK if args.quick else replace(REAL, num_layers=args.layers)
+    writer = Writer(args.out)
     with tempfile.TemporaryDirectory(dir=args.folder, prefix="h3-mapper-bench-") as name:
-        if args.full_scale:
-            records = full_scale(Path(name))
-        else:
-            records = [*disk_records(Path(name), config, args.rounds), *memory_records(config, args.rounds)]
-    write(args.out, records)
+        for part in args.only:
+            for record in PARTS[part](Path(name), config, args.rounds):
+                writer.add(record)
 
 
 if __name__ == "__main__":
