@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,7 @@ import torch.multiprocessing as mp
 from h3_kernels.collectives import TorchDistributedCollective
 from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, PackedInputs, Settings, Ulysses
 from h3_kernels.logical_keys import LogicalKeys
-from h3_kernels.reference import finish, fold_tree
-from h3_kernels.testing import shard_columns, shard_parts
+from h3_kernels.testing.threads import ThreadCollective, on_threads, shard
 from h3_kernels.trace import Parallel, Recorder, save
 from torch import Tensor
 
@@ -40,8 +38,9 @@ SIZES: Mapping[str, Any] = {
 CONFIG = DiTConfig.from_mapping(SIZES)
 GRAPH = PackedDiT(CONFIG)
 FLOAT32 = ("video_patch_proj", "audio_patch_proj", "time_embedder", "video_out", "audio_out")
-ROW_PARALLEL = ("out_proj", "fc2", "time_embedder.proj_out")
 BIASED = ("_proj.linear", "patch_proj", "condition_proj", "proj_in", "time_embedder.proj_out", "_out")
+
+__all__ = ["ThreadCollective", "on_threads", "shard"]  # the tests' own names for them
 
 Results = tuple[Tensor, Tensor]
 Gradients = dict[str, Tensor]
@@ -100,21 +99,6 @@ def pieces(module: Mapping[str, Tensor]) -> dict[str, Tensor]:
             out[f"{stem}value_gate.weight"] = torch.cat([value, gate])
         else:
             out[name] = t
-    return out
-
-
-def shard(module: Mapping[str, Tensor], tp: int, rank: int) -> dict[str, Tensor]:
-    """What ``rank`` of ``tp`` holds, as vLLM shards it: blocks of qkv and fc1, columns of row-parallel weights."""
-    out = {}
-    for name, t in module.items():
-        linear, _, kind = name.rpartition(".")
-        if linear.endswith(ROW_PARALLEL):
-            out[name] = shard_columns(t, tp, rank).contiguous() if kind == "weight" else t
-        elif "norm" in linear.rpartition(".")[2]:
-            out[name] = t
-        else:
-            parts = {"qkv_proj": 3, "fc1": 2}.get(linear.rpartition(".")[2], 1)
-            out[name] = shard_parts(t, tp, rank, parts=parts)
     return out
 
 
@@ -177,56 +161,6 @@ def train(
     return (video.detach(), audio.detach()), {
         name: t.grad for name, t in leaves.items() if t.grad is not None
     }
-
-
-class ThreadCollective:
-    """Rank ``rank`` of threads that share ``room``: the tree, over tensors left in each other's sight."""
-
-    def __init__(self, room: dict[str, Any], rank: int) -> None:
-        self.world_size, self.rank, self._room = len(room["slots"]), rank, room
-
-    def _exchange(self, x: Tensor) -> list[Tensor]:
-        self._room["slots"][self.rank] = x.clone()
-        self._room["barrier"].wait()
-        found = list(self._room["slots"])
-        self._room["barrier"].wait()
-        return found
-
-    def all_reduce_tree(
-        self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        return finish(fold_tree(torch.stack(self._exchange(root))), bias, out_dtype)
-
-    def reduce_scatter_tree(
-        self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        raise NotImplementedError("the graph does not scatter rows")
-
-    def all_gather_rows(self, rows: Tensor, total: int) -> Tensor:
-        return torch.cat(self._exchange(rows))[:total]
-
-
-def on_threads(tp: int, work: Callable[[int, ThreadCollective], Any]) -> list[Any]:
-    """``work(rank, collective)`` on ``tp`` threads; results by rank. Raises what the first rank to fail raised."""
-    room = {"slots": [None] * tp, "barrier": threading.Barrier(tp)}
-    collectives = [ThreadCollective(room, rank) for rank in range(tp)]
-    results, errors = [None] * tp, []
-
-    def body(rank: int) -> None:
-        try:
-            results[rank] = work(rank, collectives[rank])
-        except Exception as error:  # noqa: BLE001  # raised again below, in the test's thread
-            errors.append(error)
-            room["barrier"].abort()
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(tp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
 
 
 def on_processes(ranks: int, folder: Path) -> list[dict[str, Any]]:

@@ -326,3 +326,32 @@ def test_a_shard_is_not_taken_for_the_whole(module, suffixes):
     column_whole = mixed | {name: t for name, t in module.items() if "qkv_proj" in name or "fc1" in name}
     with pytest.raises(InputError, match=r"holds \d+ (input )?columns of \d+ at tp=1"):
         tiny.run(column_whole, tiny.request())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tags": 3}, "tags: expected -1"),
+        ({"tags": -2}, "tags: expected -1"),
+        ({"timestep_index": 3}, r"timestep_index: expected 0\.\.2"),
+        ({"timestep_index": -1}, r"timestep_index: expected 0\.\.2"),
+        ({"cu_seqlens": 19}, "cu_seqlens: expected to rise from 0 to 20 by at most max_seqlen 20"),
+        ({"text_cu_seqlens": 6}, "text_cu_seqlens: expected to rise from 0 to 5 by at most text_max_seqlen 5"),
+    ],
+)
+def test_a_value_that_would_be_misread_is_refused(change, message):
+    """The last element of one field out of its range: no node is run."""
+    inputs = tiny.request()
+    (name, value), *_ = change.items()
+    wrong = getattr(inputs, name).clone()
+    wrong[-1] = value
+    with pytest.raises(InputError, match=message):
+        tiny.run(tiny.weights(), replace(inputs, **{name: wrong}))
+    tiny.run(tiny.weights(), inputs)
+
+
+def test_a_document_longer_than_max_seqlen_is_refused():
+    inputs = tiny.padded(tiny.request(), 30)
+    with pytest.raises(InputError, match="by at most max_seqlen 20"):
+        tiny.run(tiny.weights(), inputs)
+    tiny.run(tiny.weights(), replace(inputs, max_seqlen=30))

@@ -6,6 +6,7 @@ from h3_kernels import autograd
 from h3_kernels.errors import ContractError, InputError
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.lora import ColumnStyle, LoraSlice, RowStyle, lora_linear, lora_slices
+from h3_kernels.lora_expand import expand, folded
 from h3_kernels.projection import projection
 from h3_kernels.providers import tree_gemm
 from h3_kernels.testing import assert_bitwise_equal, cancellation_inputs, count_differing, random_inputs
@@ -121,6 +122,27 @@ def test_rows_added_in_blocks_have_the_same_bits(monkeypatch, dtype):
     whole = lora_linear(x, base, a, b, SCALING)
     monkeypatch.setattr(autograd, "_SCALED_ADD_ELEMENTS", 5 * N)
     assert_bitwise_equal(lora_linear(x, base, a, b, SCALING), whole)
+
+
+def _both_ways(dtype, scaling):
+    """y, d base, dh and dB of the term: the product and the addition apart, and as one op whose B carries the scale."""
+    h, base, _, b, dy = tensors(dtype)
+    h, eye = h[:, :RANK].contiguous(), torch.eye(RANK, dtype=dtype)
+    apart = grads(lambda h, base, b: lora_linear(h, base, eye, b, scaling), h, base, b, dy=dy)
+    one = grads(lambda h, base, b: expand(base, h, b * scaling, None, 8, "auto", ""), h, base, b, dy=dy)
+    return apart, one
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2.0, -0.25])
+def test_one_op_whose_b_carries_a_power_of_two_has_the_bits_of_the_term(scaling, dtype):
+    assert folded(scaling)
+    for found, expected in zip(*_both_ways(dtype, scaling), strict=True):
+        assert_bitwise_equal(found, expected)
+
+
+def test_twin_another_scale_carried_by_b_has_other_bits(dtype):
+    assert not folded(SCALING)
+    assert any(count_differing(a, b) for a, b in zip(*_both_ways(dtype, SCALING), strict=True))
 
 
 def test_an_adapter_of_zeros_returns_the_base(dtype):

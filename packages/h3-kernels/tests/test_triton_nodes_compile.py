@@ -85,6 +85,7 @@ OTHER_CASES = [
     Case(
         "attention_backward", "delta_kernel", {"D": HEAD, "HEADS": 8, "LEVELS": 7}, 4, types={"delta_ptr": "*fp32"}
     ),
+    Case("lora", "lora_expand_kernel", {"RANK": 64, "ROWS": 128, "COLS": 128}, 8),
     Case(
         "sum_rows", "sum_rows_kernel", {"GATHER": True, "BLOCK_ROWS": 128, "BLOCK_COLS": 32, "LEVELS": 7}, 4,
         types={"x_ptr": "*fp32", "out_ptr": "*fp32", "position_ptr": "*i64", "bound_ptr": "*i64"},

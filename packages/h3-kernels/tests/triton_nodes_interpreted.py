@@ -274,6 +274,17 @@ def test_the_gradient_of_a_fused_projection_is_not_copied(
     assert_close(gradient(), expected)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(3, 100), (200, 128), (129, 300)])
+def test_lora_term_in_one_pass(rows: int, columns: int) -> None:
+    """Within rounding of fp64 (the interpreter's products have no order), on rows with gaps, nothing left unwritten."""
+    from h3_kernels.triton.lora import lora_expand
+
+    base, h, b = random(rows, 2 * columns)[:, columns:], random(rows, 16, seed=1), random(columns, 16, seed=2)
+    exact = base.double() + h.double() @ b.double().t()
+    assert_close(lora_expand(base, h, b), exact.bfloat16())
+    assert not torch.equal(lora_expand(base, h, b), base + (h.float() @ b.float().t()).bfloat16())
+
+
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_row_sums_have_the_bits_of_the_cpu_tree(rows: int) -> None:
     from h3_kernels.nodes import _order

@@ -31,14 +31,25 @@ _SCALED_ADD_ELEMENTS = 1 << 24
 """Rows are added in blocks of this many elements: fp32 temporaries of 64 MiB, instead of 1 GB at 8349 rows of fc1."""
 
 
-def _define(signature: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
-    """One op: CPU and CUDA kernels are the same function, any other device is an error of the dispatcher."""
+def define(
+    signature: str,
+    kernel: Callable[..., Tensor],
+    fake: Callable[..., Tensor],
+    gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
+) -> None:
+    """One op: CPU and CUDA kernels are the same function, any other device is an error of the dispatcher.
+
+    ``gradient``: its backward, and what keeps the operands for it.
+    """
     name, _, _ = signature.partition("(")
     tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
     _library.define(signature, tags=tags)  # type: ignore[no-untyped-call]
     for device in ("CPU", "CUDA"):
         _library.impl(name, kernel, device)  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    if gradient is not None:
+        backward, setup = gradient
+        torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -190,6 +201,13 @@ def _unit_major(t: Tensor, dim: int, parts: list[int], units: int) -> Tensor:
     return torch.stack([blocks.select(dim, part) for part in parts], dim=dim + 1).flatten(dim, dim + 2)
 
 
+def by_unit(parts: list[Tensor], dim: int, units: int) -> Tensor:
+    """Equal tensors joined along ``dim`` as [unit, part, width]: ``_unit_major`` of their union, in one copy."""
+    width = parts[0].shape[dim] // units
+    cut = [part.reshape(*part.shape[:dim], units, width, *part.shape[dim + 1 :]) for part in parts]
+    return torch.stack(cut, dim=dim + 1).flatten(dim, dim + 2)
+
+
 def _weight_grad(dy: Tensor, x: Tensor, order: Tensor | None, provider: str) -> Tensor:
     """dW [N, K] = dy^T x, one chain over the rows in ``order``; rows already in order are read in place."""
     dy, x = rows_of(dy), rows_of(x)
@@ -280,39 +298,39 @@ def _gather_rows_fake(rows: Tensor, total: int, collective: str) -> Tensor:
     return rows.new_empty(total, rows.shape[1])
 
 
-_define(
+define(
     "column_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int[] parts, int units, "
     "SymInt gather_rows, ScalarType out_dtype, str provider, str collective) -> Tensor",
     column_parallel,
     _column_parallel_fake,
+    (_column_backward, _column_setup),
 )
-_define(
+define(
     "row_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int units, bool scatter_rows, "
     "str provider, str collective) -> Tensor",
     row_parallel,
     _row_parallel_fake,
+    (_row_backward, _row_setup),
 )
-_define(
+define(
     "input_grad(Tensor dy, Tensor weight, int[] parts, int units, bool scatter_rows, str provider, "
     "str collective) -> Tensor",
     _input_grad,
     _input_grad_fake,
 )
-_define(
+define(
     "weight_grad(Tensor dy, Tensor x, Tensor? order, str provider) -> Tensor", _weight_grad, _weight_grad_fake
 )
-_define(
+define(
     "bias_grad(Tensor dy, Tensor? order, ScalarType dtype, str provider) -> Tensor",
     _bias_grad,
     _bias_grad_fake,
 )
-_define("scaled_add(Tensor base, Tensor term, float scaling) -> Tensor", scaled_add, _scaled_add_fake)
-_define("scale(Tensor t, float scaling, ScalarType dtype) -> Tensor", _scale, _scale_fake)
-_define("gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake)
-
-for _name, _backward, _setup in (
-    ("column_parallel", _column_backward, _column_setup),
-    ("row_parallel", _row_backward, _row_setup),
-    ("scaled_add", _scaled_add_backward, _scaled_add_setup),
-):
-    torch.library.register_autograd(f"{NAMESPACE}::{_name}", _backward, setup_context=_setup, lib=_library)
+define(
+    "scaled_add(Tensor base, Tensor term, float scaling) -> Tensor",
+    scaled_add,
+    _scaled_add_fake,
+    (_scaled_add_backward, _scaled_add_setup),
+)
+define("scale(Tensor t, float scaling, ScalarType dtype) -> Tensor", _scale, _scale_fake)
+define("gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake)

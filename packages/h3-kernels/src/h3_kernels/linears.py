@@ -52,11 +52,16 @@ class ColumnCall:
 
     def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
         """dX over all weights, one tree, one rounding."""
-        dy = dys[0] if len(dys) == 1 else torch.cat(dys, dim=-1)
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-        settings = (self.parts, self.units, bool(self.gather_rows), self.provider, self.collective)
+        parts, rows = self.parts, [autograd.rows_of(dy) for dy in dys]
+        dy, weight = rows[0], weights[0]
+        if (
+            len(weights) > 1
+        ):  # parts in order: unit by unit in one copy, which the op would make of their union
+            parts = [0]
+            dy, weight = autograd.by_unit(rows, 1, self.units), autograd.by_unit(weights, 0, self.units)
+        settings = (parts, self.units, bool(self.gather_rows), self.provider, self.collective)
         dx: Tensor = torch.ops.h3_kernels.input_grad(dy, weight, *settings)
-        return dx
+        return dx.view(*dys[0].shape[:-1], dx.shape[-1]) if dys[0].dim() != 2 else dx
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +163,12 @@ def apply_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     if session is not None and torch.is_grad_enabled() and trains(weight, bias):
         (y,) = session.eagerly(_apply, call, session, x, [weight], [bias])
         return cast(Tensor, y)
-    if not torch.is_grad_enabled() and _op_adds_nothing(x, weight, bias):
+    if not torch.is_grad_enabled() and op_adds_nothing(x, weight, bias):
         return call.forward(x, weight, bias)
     return call.op(x, weight, bias)
 
 
-def _op_adds_nothing(*operands: Tensor | None) -> bool:
+def op_adds_nothing(*operands: Tensor | None) -> bool:
     """Whether a call without gradients may pass the op by, which saves half of its host time.
 
     Not for subclasses (a DTensor has no memory of its own) or lazily negated tensors, and not while torch is compiled

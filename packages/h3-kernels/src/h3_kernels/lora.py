@@ -20,6 +20,7 @@ from h3_kernels.errors import InputError
 from h3_kernels.linear_inputs import check_operands
 from h3_kernels.linears import ColumnCall, apply_linear
 from h3_kernels.logical_keys import LogicalKeys, as_logical_keys
+from h3_kernels.lora_expand import expand, served
 from h3_kernels.projection import Keys, input_grad_units, projection
 from h3_kernels.row_parallel import row_parallel
 
@@ -43,7 +44,7 @@ class RowStyle:
     collective: Collective | None = None
 
 
-Style = ColumnStyle | RowStyle
+LoraStyle = ColumnStyle | RowStyle
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ def lora_linear(
     b: Tensor,
     scaling: float,
     *,
-    style: Style = ColumnStyle(),
+    style: LoraStyle = ColumnStyle(),
     provider: str = "auto",
     logical_keys: Keys = None,
 ) -> Tensor:
@@ -87,7 +88,7 @@ def lora_slices(
     base_out: Tensor,
     slices: Sequence[LoraSlice],
     *,
-    style: Style = ColumnStyle(),
+    style: LoraStyle = ColumnStyle(),
     provider: str = "auto",
     logical_keys: Keys = None,
 ) -> Tensor:
@@ -117,7 +118,7 @@ def lora_slices(
     return torch.cat(pieces, dim=-1)
 
 
-def _shrink(x: Tensor, a: Tensor, style: Style, provider: str, keys: LogicalKeys | None) -> Tensor:
+def _shrink(x: Tensor, a: Tensor, style: LoraStyle, provider: str, keys: LogicalKeys | None) -> Tensor:
     if isinstance(style, ColumnStyle):
         return projection(x, a, provider=provider, logical_keys=keys)
     return row_parallel(
@@ -137,23 +138,28 @@ def _expand(
     base_out: Tensor,
     b: Tensor,
     scaling: float,
-    style: Style,
+    style: LoraStyle,
     provider: str,
     keys: LogicalKeys | None,
 ) -> Tensor:
     """base_out + scaling * B h. B's rows are sharded for a column-parallel linear, so its dX is a unit tree."""
     column = isinstance(style, ColumnStyle)
     tp = style.tp if column else 1
+    collective = name_of(style.collective) if column else ""
     if column:
         check_collective(style.collective, style.tp, style.rank, UNITS)
+    units = input_grad_units(b.shape[0] * tp, 1) // tp
+    if served(base_out, h, b, scaling):
+        b = b if scaling == 1.0 else b * scaling
+        return expand(base_out, h, b, None if keys is None else keys.order, units, provider, collective)
     call = ColumnCall(
         keys=keys,
         parts=[0],
-        units=input_grad_units(b.shape[0] * tp, 1) // tp,
+        units=units,
         gather_rows=0,
         out_dtype=torch.float32,
         provider=provider,
-        collective=name_of(style.collective) if column else "",
+        collective=collective,
     )
     y: Tensor = torch.ops.h3_kernels.scaled_add(base_out, apply_linear(call, h, b, None), float(scaling))
     return y

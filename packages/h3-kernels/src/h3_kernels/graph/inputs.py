@@ -162,6 +162,11 @@ def diffusers_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None)
     )
 
 
+def _field(info: Any, name: str) -> Any:
+    """A field of what the engine hands over as a mapping or as an object; None if it has none."""
+    return info.get(name) if isinstance(info, Mapping) else getattr(info, name, None)
+
+
 def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> PackedInputs:
     """From the keyword arguments of vLLM-Omni's ``MiniMaxH3DiTModel.forward``.
 
@@ -173,21 +178,22 @@ def vllm_inputs(kwargs: Mapping[str, Any], keys: LogicalKeys | None = None) -> P
     device = x.device
 
     def places(name: str) -> Tensor:
-        info = kwargs[name]
-        ids: Tensor = info["position_ids"] if isinstance(info, Mapping) else info.position_ids
+        ids: Tensor = _field(kwargs[name], "position_ids")
         return ids.view(-1).to(device=device, dtype=torch.int64)
 
-    def documents(name: str) -> tuple[Tensor, int]:
-        info = kwargs[name]
-        read = info.__getitem__ if isinstance(info, Mapping) else lambda field: getattr(info, field)
-        return read("cu_seqlens_q").to(device=device, dtype=torch.int32), int(read("max_seqlen_q"))
+    def documents(name: str) -> tuple[Tensor, int, int]:
+        bounds, longest, requests = (
+            _field(kwargs[name], f) for f in ("cu_seqlens_q", "max_seqlen_q", "num_requests")
+        )
+        return bounds.to(device=device, dtype=torch.int32), int(longest), int(requests or 1)
 
     video, audio, text = (places(f"{name}_pos_info") for name in ("img", "audio", "text"))
-    cu_seqlens, max_seqlen = documents("packed_seq_params")
-    text_cu_seqlens, text_max_seqlen = documents("refiner_packed_seq_params")
-    if cu_seqlens.shape[0] == 3:
-        # One request and its alignment padding, whose document the engine leaves out of max_seqlen_q.
-        max_seqlen = max(max_seqlen, x.shape[1] - max_seqlen)
+    cu_seqlens, max_seqlen, requests = documents("packed_seq_params")
+    text_cu_seqlens, text_max_seqlen, _ = documents("refiner_packed_seq_params")
+    if cu_seqlens.shape[0] - 1 > requests:
+        # Alignment padding is a document that the engine leaves out of max_seqlen_q. The longest request and a row for
+        # each other one bound it without reading the device.
+        max_seqlen = max(max_seqlen, x.shape[1] - max_seqlen - (requests - 1))
     return PackedInputs(
         video=x.flatten(0, 1).index_select(0, video),
         audio=audio_x.flatten(0, 1).index_select(0, audio),

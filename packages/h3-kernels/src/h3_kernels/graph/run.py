@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from h3_kernels import nodes
 from h3_kernels.errors import InputError
+from h3_kernels.graph.checks import check_rows
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
 from h3_kernels.graph.operations import OPERATIONS, Constants, Run, actual_operator, gated_residual_norm
@@ -57,7 +58,11 @@ class PackedDiT:
         return slots[OUTPUT_SLOTS[0]], slots[OUTPUT_SLOTS[1]]
 
     def begin(self, weights: WeightsView, inputs: PackedInputs, settings: Settings | None = None) -> Session:
-        """A forward to be run stage by stage, for an engine whose own module hooks surround each block."""
+        """A forward to be run stage by stage, for an engine whose own module hooks surround each block.
+
+        Raises InputError for an overlay of a node that does not exist and for rows that ``checks`` refuses (on CUDA
+        an asynchronous error).
+        """
         settings = settings or Settings()
         unknown = sorted(settings.overlay.keys() - self._names)
         if unknown:
@@ -65,6 +70,7 @@ class PackedDiT:
         device = inputs.positions.device
         if self._constants.inv_freq.device != device:
             self._constants = self._constants.to(device)
+        check_rows(inputs)
         inputs = inputs.canonical()
         if settings.tracer is not None:
             settings.tracer.begin(inputs)

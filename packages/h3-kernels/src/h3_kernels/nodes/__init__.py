@@ -11,7 +11,7 @@ from h3_kernels.nodes.adaln import MODALITIES, adaln_index, adaln_parts
 from h3_kernels.nodes.angle_table import angle_table
 from h3_kernels.nodes.attention import attention
 from h3_kernels.nodes.gated_residual import gated_residual, gated_residual_norm, residual
-from h3_kernels.nodes.packing import column_blocks, scatter_rows, select_rows
+from h3_kernels.nodes.packing import column_blocks, join_columns, scatter_rows, select_rows
 from h3_kernels.nodes.qk_norm_rope import qk_norm_rope
 from h3_kernels.nodes.rms_norm import rms_norm, rms_norm_modulate
 from h3_kernels.nodes.rope_table import inverse_frequencies, rope_table
@@ -29,6 +29,7 @@ __all__ = [
     "gated_residual",
     "gated_residual_norm",
     "inverse_frequencies",
+    "join_columns",
     "qk_norm_rope",
     "residual",
     "rms_norm",

@@ -17,7 +17,10 @@ MODALITIES = 3
 
 
 def adaln_index(timestep_index: Tensor, tags: Tensor) -> Tensor:
-    """``timestep_index * 3 + max(tag, 0)``, [T] int64: padding rows (tag -1) read row 0 of their timestep."""
+    """``timestep_index * 3 + max(tag, 0)``, [T] int64: padding rows (tag -1) read row 0 of their timestep.
+
+    Values are not looked at: ``graph.checks`` refuses tags outside -1..2 and indices without a timestep.
+    """
     same = timestep_index.shape == tags.shape and timestep_index.dtype == tags.dtype == torch.int64
     check(same, "adaln_index", "timestep_index and tags must be int64 [rows]")
     return timestep_index * MODALITIES + tags.clamp(min=0)

@@ -43,9 +43,9 @@ def attention(
 
     ``q``, ``k``, ``v``: [T, heads, D] of one dtype, packed rows; ``cu_seqlens``: [documents + 1] int32, 0
     first, T last, not decreasing; ``max_seqlen``: the longest document (a host integer, so that nothing is
-    read back from the device); ``scale``: D ** -0.5; ``provider``: on CUDA, a forward of
-    ``attention_providers``, each with its own bits. Returns [T, heads, D] contiguous. Raises InputError on a
-    wrong shape, dtype or provider.
+    read back from the device: on CUDA rows past it would be left unwritten, which ``graph.checks`` catches);
+    ``scale``: D ** -0.5; ``provider``: on CUDA, a forward of ``attention_providers``, each with its own bits.
+    Returns [T, heads, D] contiguous. Raises InputError on a wrong shape, dtype or provider.
     """
     name = "attention"
     same = q.dim() == 3 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
@@ -57,6 +57,8 @@ def attention(
         name,
         f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
     )
+    least = -(-q.shape[0] // (cu_seqlens.shape[0] - 1))
+    check(least <= max_seqlen, name, f"a document of at least {least} rows exceeds {max_seqlen}")
     tensors = (q, k, v, cu_seqlens)
     return ATTENTION(*tensors, max_seqlen=max_seqlen, scale=scale, provider=provider)  # type: ignore[no-any-return]
 

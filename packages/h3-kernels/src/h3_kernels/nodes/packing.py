@@ -69,6 +69,30 @@ def _side_by_side(blocks: tuple[Tensor, ...]) -> Tensor:
     return first.as_strided((rows, len(blocks) * width), (len(blocks) * width, 1))
 
 
+def join_columns(blocks: tuple[Tensor, ...]) -> Tensor:
+    """[T, count * W] of ``blocks`` [T, W]: the inverse of ``column_blocks``; no copy where they lie side by side.
+
+    Its gradient is cut into views, which ``column_blocks`` then joins without a copy.
+    """
+    if len(blocks) == 1:
+        return blocks[0]
+    if torch.is_grad_enabled() and any(block.requires_grad for block in blocks):
+        return _JoinColumns.apply(*blocks)  # type: ignore[no-untyped-call, no-any-return]
+    return _side_by_side(blocks)
+
+
+class _JoinColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *blocks: Tensor) -> Tensor:
+        ctx.count = len(blocks)
+        return _side_by_side(blocks)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad.chunk(ctx.count, dim=1)
+
+
 def select_rows(x: Tensor, positions: Tensor) -> Tensor:
     """Return the rows of ``x`` [T, H] at ``positions`` [n] int64, in that order."""
     return x.index_select(0, positions)
