@@ -186,6 +186,7 @@ def test_bad_operands_are_refused_with_both_sides_named(linear, dtype):
         (x, weight, torch.zeros(8, dtype=torch.float64)): "bf16 or fp32",
         (x, weight.to("meta")): "weight on meta",
         (x.to("meta"), weight.to("meta")): "no provider runs on meta",
+        (x, None): "weight is a NoneType; expected a torch.Tensor",
     }.items():
         with pytest.raises(InputError, match=message):
             linear(*arguments)
@@ -203,5 +204,5 @@ def test_bad_contracts_and_providers_are_refused(dtype):
         projection(x, weight, parts=(0, 2))
     with pytest.raises(InputError, match="expected equal shapes"):
         projection_group(x, [weight, weight[:4]])
-    with pytest.raises(ProviderError, match=r"no provider is named 'cublas'; registered: .*reference"):
+    with pytest.raises(ProviderError, match=r"no provider is named 'cublas' on cpu; known: auto, .*reference"):
         projection(x, weight, provider="cublas")

@@ -9,6 +9,9 @@ from h3_kernels.providers import DTYPES
 
 def check_operands(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Raise InputError unless x [..., K], weight [N, K] and bias [N] fit, share a device, and x and weight a dtype."""
+    for operand, given in (("x", x), ("weight", weight)):
+        if not isinstance(given, Tensor):
+            raise InputError(f"{name}: {operand} is a {type(given).__name__}; expected a torch.Tensor")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise InputError(
             f"{name}: x {list(x.shape)} and weight {list(weight.shape)}; expected [..., K] and [N, K]"

@@ -160,12 +160,10 @@ def _choice(call: GemmCall, wanted: str, device: torch.device | None) -> Choice:
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(call: GemmCall, wanted: str, device: torch.device) -> Choice:
-    if call.device_type == "cuda":
-        _load_cuda_providers()
+    unknown = unknown_provider(wanted, call.device_type)
+    if unknown:
+        raise ProviderError(unknown)
     candidates = [p for p in registered(call) if wanted in ("auto", p.name)]
-    if not candidates:
-        names = ", ".join(p.name for p in registered(call))
-        raise ProviderError(f"no provider is named {wanted!r}; registered: {names}")
     trace = []
     unproven = False
     for provider in candidates:
