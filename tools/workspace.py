@@ -51,28 +51,31 @@ def is_done(stamp: Path, key: str) -> bool:
     return stamp.is_file() and stamp.read_text() == key
 
 
-def download(requirements: str) -> None:
-    """Download the wheels of a hashed requirements file into the wheelhouse, with pip's own hash check."""
-    run(*_pip_download(requirements))
+def download(requirements: str) -> str:
+    """Fill the wheelhouse from a hashed requirements file, with pip's own hash check; pip's message where it cannot.
 
-
-def can_download(requirements: str) -> bool:
-    """Like `download`, but False where pip finds no such wheel."""
-    line = [str(part) for part in _pip_download(requirements)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, check=False).returncode == 0
-
-
-def _pip_download(requirements: str) -> list[str | Path]:
+    Done once for each Python: later environments, and a machine the wheelhouse is copied to, install what is there, and
+    uv checks its hashes again.
+    """
+    stamp = WHEELHOUSE / f".{requirements}-{sys.version_info.major}.{sys.version_info.minor}"
+    key = digest(REQUIREMENTS / requirements)
+    if is_done(stamp, key):
+        return ""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    return [
-        *pip,
-        "--require-hashes",
-        "--only-binary=:all:",
-        "-d",
-        WHEELHOUSE,
-        "-r",
-        REQUIREMENTS / requirements,
-    ]
+    checked = ["--require-hashes", "--only-binary=:all:", "-d", WHEELHOUSE, "-r", REQUIREMENTS / requirements]
+    done = subprocess.run([*pip, *map(str, checked)], cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return done.stderr.strip() or f"pip failed with status {done.returncode}"
+    stamp.write_text(key)
+    return ""
+
+
+def need(requirements: str) -> None:
+    """Like `download`, but pip's message ends the set-up."""
+    message = download(requirements)
+    if message:
+        print(f"workspace: pip cannot download {requirements}: {message}", file=sys.stderr)
+        raise SystemExit(1)
 
 
 def write_index(_venv: Path) -> None:
@@ -110,7 +113,7 @@ def sync(venv: Path) -> None:
     stamp = venv / ".synced"
     if is_done(stamp, key):
         return
-    download("wheelhouse.txt")
+    need("wheelhouse.txt")
     write_index(venv)
     uv_sync = (BOOT_BIN / "uv", "sync", "--quiet", "--locked", "--inexact", "--all-packages", "--all-groups")
     where = {"UV_PYTHON_DOWNLOADS": "never", "UV_PROJECT_ENVIRONMENT": str(venv)}
@@ -129,10 +132,14 @@ def engines(venv: Path) -> None:
     if is_done(stamp, key):
         return
     torch = "torch-cpu.txt"
-    if not can_download(torch):
+    if download(torch):
         torch = "torch-cuda.txt"
-        download(torch)
-    download("engines.txt")
+        print(
+            "workspace: pip finds no CPU build of torch for this Python: taking the CUDA build",
+            file=sys.stderr,
+        )
+    need(torch)
+    need("engines.txt")
     _install(venv, torch)
     _install(venv, "engines.txt")
     run(venv / "bin" / "python", "-c", "import torch")
