@@ -19,8 +19,9 @@ from hardware import HARDWARE  # noqa: E402  (tools/ is not a package: it must r
 PACKAGES = ("h3-mapper", "h3-kernels", "h3-adapter-vllm", "h3-adapter-diffusers")
 PYTHONS = ("3.11", "3.12", "3.13")
 SOURCES = ("packages", "benchmarks", "tools", "tests", "examples", "noxfile.py")
-# h3-mapper's test files that import no torch.
-WITHOUT_TORCH = ("cli", "config", "fuzz", "plan", "refusals", "source", "verify")
+# Test files of what a package promises on every version it allows: h3-mapper's import no torch, neither any engine.
+MAPPER_ALONE = ("cli", "config", "fuzz", "plan", "refusals", "source", "verify")
+KERNELS_ALONE = ("contract", "gradients", "graph", "linears", "nodes_values", "ops", "process_state", "trace")
 CPU_TESTS = "not gpu and not engine"
 
 nox.options.sessions = ["lint", "typecheck", "tests", "build"]
@@ -89,16 +90,32 @@ def build(session: nox.Session) -> None:
     session.run("python", "tools/release.py", "build", *session.posargs)
 
 
+def resolve(session: nox.Session, package: str, resolution: str) -> None:
+    """Install a package with the lowest or the newest dependencies its metadata allows, and what its tests need."""
+    python = f"{session.virtualenv.location}/bin/python"
+    install = (str(ROOT / ".boot" / "bin" / "uv"), "pip", "install", "-q", "--no-config", "--python", python)
+    session.run(*install, "--resolution", resolution, f"./packages/{package}", external=True)
+    session.run(*install, "pytest", "pytest-timeout", "hypothesis", "numpy", external=True)
+
+
 @nox.session(python=list(PYTHONS))
 @nox.parametrize("resolution", ["lowest-direct", "highest"])
 def versions(session: nox.Session, resolution: str) -> None:
     """h3-mapper without torch, on the lowest and the newest dependencies its metadata allows."""
-    python = f"{session.virtualenv.location}/bin/python"
-    install = (str(ROOT / ".boot" / "bin" / "uv"), "pip", "install", "-q", "--no-config", "--python", python)
-    session.run(*install, "--resolution", resolution, "./packages/h3-mapper", external=True)
-    session.run(*install, "pytest", "pytest-timeout", "hypothesis", external=True)
+    resolve(session, "h3-mapper", resolution)
     session.run("h3-mapper", "demo")
-    session.run("pytest", "-q", *(f"packages/h3-mapper/tests/test_{name}.py" for name in WITHOUT_TORCH))
+    session.run("pytest", "-q", *(f"packages/h3-mapper/tests/test_{name}.py" for name in MAPPER_ALONE))
+
+
+@nox.session(name="versions-torch")
+@nox.parametrize(
+    ("python", "resolution"), [("3.11", "lowest-direct"), ("3.13", "highest")], ids=["lowest", "newest"]
+)
+def versions_torch(session: nox.Session, resolution: str) -> None:
+    """h3-kernels on the oldest torch it allows and on the newest one, as the package index has them (3 GB each)."""
+    resolve(session, "h3-kernels", resolution)
+    files = (f"packages/h3-kernels/tests/test_{name}.py" for name in KERNELS_ALONE)
+    session.run("pytest", "-q", "-m", CPU_TESTS, *files, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(python="3.11")
