@@ -1,20 +1,22 @@
-"""What each rank of a gloo process group does in the collective tests; run by ``run_ranks`` in fresh processes.
+"""What each rank of a process group does in the collective tests; run by ``run_ranks`` in fresh processes.
 
-Every rank computes its share of each case and saves what it got; the tests compare the files with one process. On CUDA
-all ranks share one device.
+Every rank computes its share of each case and saves what it got; the tests compare the files with one process. Over
+gloo all ranks share the CPU or one GPU, over NCCL each has a GPU of its own.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from h3_kernels.collectives import TorchDistributedCollective
-from h3_kernels.contract import row_range
+from h3_kernels.collectives import TorchDistributedCollective, cost
+from h3_kernels.contract import UNITS, row_range
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.lora import ColumnStyle, RowStyle, lora_linear
 from h3_kernels.projection import projection, projection_group
+from h3_kernels.providers import tree_gemm
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import cancellation_inputs, shard_columns, shard_parts
 
@@ -25,28 +27,48 @@ FORMS: dict[str, dict[str, Any]] = {
     "gather": {"form": "gather"},
     "scatter": {"form": "scatter"},
     "hierarchical": {"form": "hierarchical", "node_size": 2},
+    "two nodes": {"form": "hierarchical", "node_size": 4},
+    "peer": {"form": "peer"},
+    "peer rows": {"form": "peer"},
 }
+"""At 8 ranks, hierarchical is 4 nodes of 2 and two nodes is 2x4; the other forms are 1x8. Roots this small go to every
+peer whole; ``peer rows`` sends each its rows, as large ones do."""
 
 Outputs = dict[str, torch.Tensor]
 
 
-def run_ranks(world_size: int, folder: Path, device: str = "cpu") -> list[Outputs]:
+def forms(world_size: int, device: str) -> list[str]:
+    """Names of the forms that ranks on ``device`` can take: peer needs CUDA, two nodes of 4 need 8 ranks."""
+    absent = {"peer": device == "cpu", "peer rows": device == "cpu", "two nodes": world_size < 8}
+    return [name for name in FORMS if not absent.get(name)]
+
+
+def run_ranks(world_size: int, folder: Path, device: str = "cpu", backend: str = "gloo") -> list[Outputs]:
     """Results of every rank, in rank order, on the CPU; raises if a rank fails."""
-    mp.spawn(_rank, args=(world_size, str(folder), device), nprocs=world_size)
+    mp.spawn(_rank, args=(world_size, str(folder), device, backend), nprocs=world_size)
     return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: str, device: str) -> None:
+def _rank(rank: int, world_size: int, folder: str, device: str, backend: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    elif device == "cuda":
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         # Both load the compiler or FSDP, 2 s in each process: once is enough.
-        results = backend_case() | (
+        results = backend_case("cpu" if backend == "gloo" else device) | (
             sharded_case() | compiled_case() if world_size == 2 and device == "cpu" else {}
         )
-        for name, settings in FORMS.items():
-            exchange = TorchDistributedCollective(**settings)
-            for case in (exchange_case, linear_case, sequence_case, lora_case):
+        for name in forms(world_size, device):
+            exchange = TorchDistributedCollective(**FORMS[name])
+            cases = [exchange_case, linear_case, sequence_case, lora_case]
+            if name.startswith("peer"):
+                cost.SECOND_STEP_BYTES["peer"] = 1 << 20 if name == "peer" else -1
+                cases.append(captured_case)
+            for case in cases:
                 results |= {f"{name}/{k}": v for k, v in case(exchange, device).items()}
         torch.save({name: t.cpu() for name, t in results.items()}, Path(folder) / f"{rank}.pt")
     finally:
@@ -73,6 +95,24 @@ def exchange_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
         out[f"gather{rows}"] = exchange.all_gather_rows(scattered, rows)
         out[f"untouched{rows}"] = (root == before).all()
     return out
+
+
+def captured_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
+    """The three calls in one CUDA graph, replayed; nothing of a replay may meet the one before it."""
+    root = roots(exchange.world_size, ROWS)[exchange.rank].to(device)
+
+    def calls() -> list[torch.Tensor]:
+        scattered = exchange.reduce_scatter_tree(root)
+        return [exchange.all_reduce_tree(root), scattered, exchange.all_gather_rows(scattered, ROWS)]
+
+    calls()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    return {f"captured{i}": t for i, t in enumerate(captured)}
 
 
 def small_bias(n: int) -> torch.Tensor:
@@ -231,9 +271,18 @@ def compiled_case() -> Outputs:
     return out
 
 
-def backend_case() -> Outputs:
-    """The negative twin: the backend's own sum of the same roots."""
+def partial_dx(world_size: int, rank: int) -> torch.Tensor:
+    """A rank's fp32 subtree root of the column-parallel dX, on the CPU."""
+    _, weight, _, dy = column_tensors()
+    dy = shard_parts(dy, world_size, rank, parts=PARTS, dim=1)
+    weight = shard_parts(weight, world_size, rank, parts=PARTS)
+    return tree_gemm(dy, weight.t(), units=UNITS // world_size, out_dtype=torch.float32)
+
+
+def backend_case(device: str) -> Outputs:
+    """The negative twins: the backend's own sums of the same roots, and of the same partial dX."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    total = roots(size, ROWS)[rank].clone()
-    dist.all_reduce(total)
-    return {"backend sum": total}
+    totals = roots(size, ROWS)[rank].to(device), partial_dx(size, rank).to(device)
+    for total in totals:
+        dist.all_reduce(total)
+    return {"backend sum": totals[0], "backend dx": totals[1]}

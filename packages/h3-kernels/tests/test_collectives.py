@@ -1,15 +1,17 @@
 """Theorem: tensor-parallel ranks, in real processes, produce the bytes of one process, forward and backward.
 
-Each world size runs once, in spawned gloo processes, and saves every result; the tests below compare them with the same
-calls in this process. All inputs cancel, so that another order of addition changes most elements.
+Each world size runs once, in spawned processes, and saves every result; the tests below compare them with the same
+calls in this process. All inputs cancel, so that another order of addition changes most elements. Gloo worlds share the
+CPU or one GPU; NCCL worlds need a GPU a rank.
 """
 
 import functools
+import os
 
 import gloo_ranks as ranks
 import pytest
 import torch
-from h3_kernels.collectives import LocalCollective, TorchDistributedCollective
+from h3_kernels.collectives import LocalCollective, TorchDistributedCollective, cost, wires
 from h3_kernels.contract import row_range
 from h3_kernels.errors import CollectiveError, InputError
 from h3_kernels.lora import RowStyle, lora_linear
@@ -17,15 +19,27 @@ from h3_kernels.projection import projection
 from h3_kernels.reference import finish, fold_tree
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import assert_bitwise_equal, count_differing, shard_columns, shard_parts
-from h3_kernels.testing.orders import left_fold
+from h3_kernels.testing.orders import left_fold, reversed_fold, strided_tree
 
-NEEDS_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+SIZES = (2, 4, 8)
+GPUS = min(torch.cuda.device_count(), int(os.environ.get("H3_GPUS", "8")))
+"""Devices a run may use: those there are, and no more than tools/gpu_matrix.py was asked for."""
+
+
+def needs(gpus):
+    lacking = pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} CUDA devices, {GPUS} may be used")
+    return [pytest.mark.gpu, lacking]
+
+
 WORLDS = [
-    *(pytest.param(("cpu", size), id=f"tp{size}") for size in (2, 4, 8)),
-    *(pytest.param(("cuda", size), id=f"tp{size}-one-gpu", marks=NEEDS_CUDA) for size in (2, 4, 8)),
+    *(pytest.param(("cpu", "gloo", size), id=f"tp{size}") for size in SIZES),
+    *(pytest.param(("cuda", "gloo", size), id=f"tp{size}-one-gpu", marks=needs(1)) for size in SIZES),
+    *(pytest.param(("cuda", "nccl", size), id=f"tp{size}-nccl", marks=needs(size)) for size in SIZES),
+]
+CASES = [
+    pytest.param((world.values[0], form), id=f"{world.id}-{form}".replace(" ", "-"), marks=world.marks)
+    for world in WORLDS
+    for form in ranks.forms(world.values[0][2], world.values[0][0])
 ]
 BIAS = torch.arange(5).float()
 
@@ -33,14 +47,14 @@ BIAS = torch.arange(5).float()
 class Results(list):
     """What every rank saved, in rank order, and the device they all used."""
 
-    def __init__(self, device, size, folder):
-        super().__init__(ranks.run_ranks(size, folder, device))
+    def __init__(self, device, backend, size, folder):
+        super().__init__(ranks.run_ranks(size, folder, device, backend))
         self.device = device
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    """Results by device and size, each run once."""
+    """Results by device, backend and size, each run once."""
     return functools.cache(lambda *world: Results(*world, tmp_path_factory.mktemp("ranks")))
 
 
@@ -49,9 +63,11 @@ def results(request, worlds):
     return worlds(*request.param)
 
 
-@pytest.fixture(params=ranks.FORMS)
-def form(request):
-    return request.param
+@pytest.fixture(params=CASES)
+def case(request, worlds):
+    """Results of one world, and the form of collective to look at."""
+    world, form = request.param
+    return worlds(*world), form
 
 
 def whole(name, leaves, call, dy):
@@ -61,7 +77,8 @@ def whole(name, leaves, call, dy):
     return {n: t.cpu() for n, t in found.items()}
 
 
-def test_every_form_gives_the_canonical_tree_on_every_rank(results, form):
+def test_every_form_gives_the_canonical_tree_on_every_rank(case):
+    results, form = case
     for rows in (1, len(results), ranks.ROWS):
         root = fold_tree(ranks.roots(len(results), rows))
         for rank, result in enumerate(results):
@@ -75,17 +92,46 @@ def test_every_form_gives_the_canonical_tree_on_every_rank(results, form):
             assert result[f"{form}/untouched{rows}"], "the caller's root is not written to"
 
 
-def test_twin_the_sum_of_a_backend_or_a_left_fold_is_caught(results):
-    """With two ranks there is one order only; above, both other orders must show."""
+@pytest.mark.parametrize("case", [c for c in CASES if c.values[0][1].startswith("peer")], indirect=True)
+def test_replays_of_a_captured_peer_exchange_have_the_same_bits(case):
+    results, form = case
+    root = fold_tree(ranks.roots(len(results), ranks.ROWS))
+    for rank, result in enumerate(results):
+        own = slice(*row_range(ranks.ROWS, len(results), rank))
+        for i, expected in enumerate((root, root[own], root)):
+            assert_bitwise_equal(result[f"{form}/captured{i}"], expected, f"rank {rank} call {i}")
+
+
+def test_hierarchical_groups_equal_flat_ones(results):
+    """2x4 and 4x2 against 1x8, whole rows and scattered ones, forward and backward, byte for byte."""
+    flat = [name for name in results[0] if name.startswith("scatter/")]
+    for result in results:
+        for form in ("hierarchical", "two nodes") if len(results) == 8 else ("hierarchical",):
+            for name in flat:
+                assert_bitwise_equal(result[name.replace("scatter", form, 1)], result[name], f"{form} {name}")
+
+
+def test_twin_another_order_of_the_ranks_is_caught(results):
+    """The backend's own sum, a ring's, and nodes of every second rank. With two ranks there is one order only."""
     roots = ranks.roots(len(results), ranks.ROWS)
     tree = fold_tree(roots)
-    wrong = [left_fold(roots), results[0]["backend sum"]]
-    for other in wrong:
+    for other in (left_fold(roots), reversed_fold(roots), strided_tree(roots)):
         differing = count_differing(other, tree)
         assert differing == 0 if len(results) == 2 else differing > tree.numel() // 4
+    differing = count_differing(results[0]["backend sum"], tree)
+    assert differing == 0 if len(results) == 2 else differing > 0
 
 
-def test_column_parallel_equals_one_process(results, form):
+def test_twin_the_backends_sum_of_an_input_gradient_is_caught(results):
+    """As above, backward: the fp32 partial dX of all ranks, computed on the CPU and added by the backend."""
+    tree = fold_tree(torch.stack([ranks.partial_dx(len(results), rank) for rank in range(len(results))]))
+    for result in results:
+        differing = count_differing(result["backend dx"], tree)
+        assert differing == 0 if len(results) == 2 else differing > 0
+
+
+def test_column_parallel_equals_one_process(case):
+    results, form = case
     x, weight, bias, dy = ranks.column_tensors(results.device)
     call = lambda x, w, b: projection(x, w, b, parts=(0, 1, 2), logical_keys=ranks.keys(results.device))  # noqa: E731
     one = whole("column", {"x": x, "w": weight, "b": bias}, call, dy)
@@ -103,7 +149,8 @@ def test_column_parallel_equals_one_process(results, form):
             assert_bitwise_equal(result[f"{form}/sequence column/{name}"], result[f"{form}/column/{name}"])
 
 
-def test_row_parallel_equals_one_process(results, form):
+def test_row_parallel_equals_one_process(case):
+    results, form = case
     x, weight, bias, dy = ranks.row_tensors(results.device)
     call = lambda x, w, b: row_parallel(x, w, b, logical_keys=ranks.keys(results.device))  # noqa: E731
     one = whole("row", {"x": x, "w": weight, "b": bias}, call, dy)
@@ -119,7 +166,8 @@ def test_row_parallel_equals_one_process(results, form):
             assert_bitwise_equal(result[f"{form}/{kind}/db"], one["row/db"], f"rank {rank} {kind} db")
 
 
-def test_lora_equals_one_process(results, form):
+def test_lora_equals_one_process(case):
+    results, form = case
     tp = len(results)
     x, base, a, b, dy = ranks.lora_tensors(results.device)
     leaves = {"x": x, "base": base, "a": a, "b": b}
@@ -138,7 +186,7 @@ def test_lora_equals_one_process(results, form):
 
 
 def test_fully_sharded_parameters_change_no_bit(worlds):
-    results = worlds("cpu", 2)
+    results = worlds("cpu", "gloo", 2)
     one = ranks.block_gradients(ranks.Block())
     for rank, result in enumerate(results):
         for name, expected in one.items():
@@ -146,18 +194,29 @@ def test_fully_sharded_parameters_change_no_bit(worlds):
 
 
 def test_compiled_ranks_equal_eager_ones(worlds):
-    for rank, result in enumerate(worlds("cpu", 2)):
+    for rank, result in enumerate(worlds("cpu", "gloo", 2)):
         for name in ("y", "dx", "dup", "ddown"):
             assert_bitwise_equal(result[f"compiled/{name}"], result[f"eager/{name}"], f"rank {rank} {name}")
 
 
-def test_auto_gathers_few_rows_and_scatters_many():
-    """At 8 ranks and 5376 columns: 8 MiB are 55 rows from each of 7 peers."""
-    exchange = TorchDistributedCollective.__new__(TorchDistributedCollective)
-    exchange.form, exchange.world_size = "auto", 8
-    few, many = (torch.empty(rows, 5376, device="meta") for rows in (55, 56))
-    assert exchange._gathers(few)
-    assert not exchange._gathers(many)
+@pytest.mark.parametrize(("tp", "rows"), [(2, 1560), (4, 208), (8, 68)])
+def test_auto_gathers_few_rows_and_scatters_many(tp, rows):
+    """Of 5376 columns to bf16: up to where scattering saves 8 MiB."""
+    assert cost.gathers("backend", tp, rows * 5376, 2)
+    assert not cost.gathers("backend", tp, (rows + 1) * 5376, 2)
+    assert not cost.gathers("peer", tp, rows * 5376, 2)
+
+
+def test_the_table_of_bytes():
+    """Of one value: tp - 1 roots, or the share of a root and of a result that the other ranks own."""
+    assert [cost.received_bytes("gather", tp, 1, 2) for tp in SIZES] == [4, 12, 28]
+    assert [cost.received_bytes("scatter", tp, 8, 2) / 8 for tp in SIZES] == [3, 4.5, 5.25]
+
+
+def test_the_collective_that_torch_renamed_is_called_by_its_new_name():
+    """The old one warns, and warnings are errors here; torch 2.11 has the old one only."""
+    newer = hasattr(torch.distributed, "all_gather_single")
+    assert wires._all_gather_single.__name__ == ("all_gather_single" if newer else "all_gather_into_tensor")
 
 
 def test_one_rank_needs_no_group():

@@ -1,16 +1,17 @@
-"""Deterministic collectives over any torch.distributed backend: the wires only copy, the adds are our own tree.
+"""Deterministic collectives over torch.distributed: the wires only copy, the adds are our own tree.
 
 A backend's own all-reduce adds in an order of its choosing (ring, double tree, in-switch), so it is never asked to
 add. The forms move the bytes in different ways and give the same bits:
 
-============  =============================================  =========================================
-form          fp32 tensors [T, N] a rank sends                when
-============  =============================================  =========================================
-gather        tp - 1, in one exchange                         few rows: latency decides
-scatter       (tp - 1) / tp, and as much again of the output  many rows: a rank adds only its own rows
-hierarchical  as scatter in a node; 1 / node_size between     several nodes: a node is a whole subtree
-auto          gather or scatter, by the size of the call      one node
-============  =============================================  =========================================
+============  ============================================================  =====================================
+form          what travels                                                  when
+============  ============================================================  =====================================
+gather        every root to every rank, in one exchange                     few rows: latency decides
+scatter       a root's rows to their ranks, the finished rows to all        many rows: a rank adds its own rows
+hierarchical  as scatter, inside a node and then between nodes              several nodes: a node is a subtree
+peer          as gather or scatter, by stores into the other GPUs' memory   one host; no backend takes part
+auto          gather or scatter, by the bytes of the call (cost.py)         one node
+============  ============================================================  =====================================
 """
 
 from typing import Literal, get_args
@@ -19,15 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from h3_kernels.collectives import cost, wires
+from h3_kernels.collectives.fold import fold
+from h3_kernels.collectives.peer import PeerExchange
 from h3_kernels.contract import TP_DEGREES, row_range
 from h3_kernels.errors import CollectiveError
-from h3_kernels.reference import finish
 
-Form = Literal["auto", "gather", "scatter", "hierarchical"]
-
-GATHER_BYTES = 8 << 20
-"""What ``auto`` lets a rank receive in one exchange. Calculated, not measured: at 400 GB/s a second exchange pays for
-its 20 us of latency from about 8 MiB saved."""
+Form = Literal["auto", "gather", "scatter", "hierarchical", "peer"]
 
 
 class TorchDistributedCollective:
@@ -35,7 +34,8 @@ class TorchDistributedCollective:
 
     ``form`` is one of the table above. ``hierarchical`` needs ``node_size``, the number of consecutive ranks on a
     node (a divisor of the group's size); building it creates subgroups, so every rank of the group must build it.
-    Raises CollectiveError for another size or form.
+    ``peer`` takes CUDA tensors of ranks on one host and its calls one at a time, like any communicator's; see
+    ``peer.PeerExchange``. Raises CollectiveError for another size or form.
     """
 
     def __init__(
@@ -61,32 +61,29 @@ class TorchDistributedCollective:
             )
         # Groups to exchange with, innermost first: each level's ranks hold whole subtrees of the next one.
         self._levels = [group] if node_size is None else _node_groups(group, node_size)
+        self._peers = PeerExchange(group) if form == "peer" else None
 
     def all_reduce_tree(
         self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """See ``Collective``. Raises CollectiveError unless ``root`` is fp32 [T, N]."""
-        if self._gathers(root):
-            _check_root(root)
-            return finish(_fold_in_place(_all_gather(root, self._levels[0])), bias, out_dtype)
-        mine = self.reduce_scatter_tree(root, bias=bias, out_dtype=out_dtype)
-        return self.all_gather_rows(mine, root.shape[0])
+        _check_root(root)
+        if self._peers is not None:
+            return self._peers.all_reduce(root, bias, out_dtype)
+        if self._gathers(root, out_dtype):
+            out = torch.empty_like(root, dtype=out_dtype, memory_format=torch.contiguous_format)
+            return fold(wires.all_gather(root, self._levels[0]), bias, out)
+        return self._gather_chunks(self._reduce_chunk(root, bias, out_dtype), root.shape[0])
 
     def reduce_scatter_tree(
         self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """See ``Collective``. Raises CollectiveError unless ``root`` is fp32 [T, N]."""
         _check_root(root)
-        rows, columns = root.shape
-        chunk = -(-rows // self.world_size)
-        block = _pad_rows(root, chunk * self.world_size).view(self.world_size, chunk, columns)
-        for level in self._levels:
-            # Ranks count nodes first: row blocks of one local rank lie dist.get_world_size(level) apart.
-            size = dist.get_world_size(level)
-            blocks = block.view(-1, size, *block.shape[1:]).transpose(0, 1)
-            block = _fold_in_place(_all_to_all(blocks, level))
-        start, stop = row_range(rows, self.world_size, self.rank)
-        return finish(block[0, : stop - start], bias, out_dtype)
+        start, stop = row_range(root.shape[0], self.world_size, self.rank)
+        if self._peers is not None:
+            return self._peers.reduce_scatter(root, bias, out_dtype)[: stop - start]
+        return self._reduce_chunk(root, bias, out_dtype)[: stop - start]
 
     def all_gather_rows(self, rows: Tensor, total: int) -> Tensor:
         """See ``Collective``. Raises CollectiveError if this rank holds another number of rows than its share."""
@@ -96,14 +93,46 @@ class TorchDistributedCollective:
                 f"rank {self.rank} of {self.world_size} holds {rows.shape[0]} rows; "
                 f"its share of {total} is {stop - start}"
             )
-        block = _pad_rows(rows, -(-total // self.world_size)).unsqueeze(0)
-        for level in reversed(self._levels):
-            block = _all_gather(block, level).transpose(0, 1).flatten(0, 1)
-        return block.flatten(0, 1)[:total]
+        if self._peers is not None:
+            return self._peers.all_gather(rows, total)
+        return self._gather_chunks(_pad_rows(rows, -(-total // self.world_size)), total)
 
-    def _gathers(self, root: Tensor) -> bool:
-        received = (self.world_size - 1) * root.numel() * root.element_size()
-        return self.form == "gather" or (self.form == "auto" and received <= GATHER_BYTES)
+    def _gathers(self, root: Tensor, out_dtype: torch.dtype) -> bool:
+        if self.form != "auto":
+            return self.form == "gather"
+        return cost.gathers("backend", self.world_size, root.numel(), out_dtype.itemsize)
+
+    def _reduce_chunk(self, root: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """[ceil(T / ranks), N]: this rank's rows, finished. Rows past its share are not written."""
+        rows, columns = root.shape
+        chunk = -(-rows // self.world_size)
+        if len(self._levels) > 1:
+            return self._reduce_levels(root, chunk, bias, out_dtype)
+        ranges = [row_range(rows, self.world_size, rank) for rank in range(self.world_size)]
+        partials = wires.scatter_rows(root, [stop - start for start, stop in ranges], self._levels[0])
+        out = root.new_empty((chunk, columns), dtype=out_dtype)
+        fold(partials, bias, out[: partials.shape[1]])
+        return out
+
+    def _reduce_levels(self, root: Tensor, chunk: int, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        """``_reduce_chunk`` level by level: sums inside nodes, then of nodes, the last of them finished."""
+        columns = root.shape[1]
+        block = _pad_rows(root, chunk * self.world_size).view(self.world_size, chunk, columns)
+        for level in self._levels:
+            # Ranks count nodes first: row blocks of one local rank lie dist.get_world_size(level) apart.
+            size, last = dist.get_world_size(level), level is self._levels[-1]
+            blocks = block.view(-1, size, chunk, columns).transpose(0, 1)
+            partials = wires.all_to_all(blocks, level).view(size, -1, columns)
+            out = root.new_empty(partials.shape[1:], dtype=out_dtype if last else root.dtype)
+            block = fold(partials, bias if last else None, out).view(-1, chunk, columns)
+        return block[0]
+
+    def _gather_chunks(self, chunk: Tensor, total: int) -> Tensor:
+        """[total, ...] of every rank's ``chunk`` [ceil(total / ranks), ...]."""
+        block = chunk.unsqueeze(0)
+        for level in reversed(self._levels):
+            block = wires.all_gather(block, level).transpose(0, 1).flatten(0, 1)
+        return block.flatten(0, 1)[:total]
 
 
 def _node_groups(group: dist.ProcessGroup, node_size: int) -> list[dist.ProcessGroup]:
@@ -113,35 +142,6 @@ def _node_groups(group: dist.ProcessGroup, node_size: int) -> list[dist.ProcessG
     node, place = divmod(rank, node_size)
     members = [ranks[node * node_size : (node + 1) * node_size], ranks[place::node_size]]
     return [dist.new_group(level, use_local_synchronization=True) for level in members]
-
-
-def _all_gather(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: the block of every rank, in new memory. Bytes travel, so every backend carries every dtype."""
-    sent = _on_wire(block, group)
-    gathered = sent.new_empty((dist.get_world_size(group), *block.shape))
-    dist.all_gather_into_tensor(gathered.view(torch.uint8), sent.view(torch.uint8).unsqueeze(0), group=group)
-    return gathered.to(block.device)
-
-
-def _all_to_all(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...], in new memory: from every rank the block it holds for this one, of ``blocks`` [ranks, ...]."""
-    sent = _on_wire(blocks, group)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return received.to(blocks.device)
-
-
-def _on_wire(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The block, contiguous, where the group's backend reads it: gloo gathers host memory only."""
-    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
-    return (block.cpu() if backends.get(block.device.type) == "gloo" else block).contiguous()
-
-
-def _fold_in_place(partials: Tensor) -> Tensor:
-    """``fold_tree`` of memory nobody else reads: no second copy of the roots."""
-    while partials.shape[0] > 1:
-        partials = partials[0::2].add_(partials[1::2])
-    return partials[0]
 
 
 def _pad_rows(t: Tensor, rows: int) -> Tensor:
