@@ -33,11 +33,12 @@ from h3_adapter_diffusers.install import Handle, install_h3_training
 from h3_adapter_diffusers.lora_gate import lora_gate
 from h3_adapter_diffusers.packing import PackedSequence
 from h3_adapter_diffusers.testing.native import engine_lora, native_adapters, native_inputs
-from h3_adapter_diffusers.testing.tiny import TINY, Request, build
+from h3_adapter_diffusers.testing.tiny import Request, build
 from h3_adapter_diffusers.weights import base_state
 from h3_kernels.binding import Bound
 from h3_kernels.errors import H3KernelsError
 from h3_kernels.testing import interleaved_bench
+from h3_kernels.testing.tiny import TINY
 from peft import LoraConfig
 from release import RELEASE
 from torch import Tensor
@@ -257,21 +258,17 @@ class Bench:
                 if adapters:
                     engine_lora(model, native_adapters(trainer), rank=RANK)
                     handle = install_h3_rollout(model, scope="model")
-                inputs = native_inputs([request], video_t=TIMES[1], audio_t=TIMES[2], padding=PADDING)
+                inputs = native_inputs(
+                    [request], video_t=TIMES[1], audio_t=TIMES[2], padding=PADDING, device=self.device
+                )
                 with torch.no_grad():
-                    theirs = model(**to_device(inputs, self.device))
+                    theirs = model(**inputs)
                 found["differ_with_adapters" if adapters else "differ_without"] = differing(ours, theirs)
                 found["values"] = sum(t.numel() for t in theirs)
                 if adapters:
                     handle.remove()
                     ours = self.forward(next(iter(self.models)), request)()
         return found
-
-
-def to_device(inputs: dict[str, Any], device: str) -> dict[str, Any]:
-    """Nested keyword arguments with their tensors moved."""
-    moved = {k: to_device(v, device) if isinstance(v, dict) else v for k, v in inputs.items()}
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
 
 
 def copies(grads: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Train a LoRA by policy gradient: rollouts from vLLM-Omni, gradients in Diffusers, tiny random weights, on a
-CPU.
+"""Train by policy gradient: rollouts from vLLM-Omni, gradients in Diffusers, tiny random weights, on a CPU.
 
-    python -W ignore examples/train_lora_with_rollouts.py
+    python -W ignore examples/train_lora_with_rollouts.py           # a LoRA
+    python -W ignore examples/train_lora_with_rollouts.py --full    # every parameter
 
 Each step samples a group of trajectories with the rollout engine, scores them, replays every recorded
 transition in the trainer and takes one optimizer step. The policy ratio is exp(train - rollout
@@ -10,6 +10,7 @@ and is not without them.
 """
 
 import logging
+import sys
 from dataclasses import replace
 
 import torch
@@ -20,7 +21,7 @@ from h3_adapter_diffusers.testing.packings import fl2va
 from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid
 from h3_adapter_diffusers.weights import base_state
-from h3_adapter_vllm import install_h3_rollout
+from h3_adapter_vllm import install_h3_rollout, load_h3_weights
 from h3_adapter_vllm.testing import engine
 from h3_mapper.apply import diffusers_to_native
 from peft import LoraConfig
@@ -30,9 +31,11 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 SIGMAS = sigma_grid(5, VIDEO_SHIFT), sigma_grid(5, AUDIO_SHIFT)
 
 
-def trainer():
-    """Diffusers' model with a LoRA, fp32 masters."""
-    model = build().requires_grad_(False).train()
+def trainer(full):
+    """Diffusers' model, all of it trained, or a LoRA with fp32 masters."""
+    model = build().requires_grad_(full).train()
+    if full:
+        return model
     torch.manual_seed(0)
     model.add_adapter(
         LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=TARGETS, init_lora_weights=False)
@@ -48,6 +51,14 @@ def rollout_engine(model):
     state = diffusers_to_native(base_state(model), layout="release", config=dict(model.config))
     rollout.load_weights(state.items())
     return rollout
+
+
+def sync(model, rollout, full):
+    """The trainer's weights of this step into the engine."""
+    if full:
+        load_h3_weights(rollout, base_state(model).items(), layout="diffusers")
+    else:
+        engine_lora(rollout, native_adapters(model), rank=RANK)
 
 
 def sample(rollout, request, generator):
@@ -72,16 +83,16 @@ def sample(rollout, request, generator):
     return recorded, request
 
 
-def train(adapters):
-    model, request = trainer(), fl2va()
+def train(adapters, full=False):
+    model, request = trainer(full), fl2va()
     rollout = rollout_engine(model)
-    handle = install_h3_training(model, scope="model") if adapters else None
+    handle = install_h3_training(model) if adapters else None
     if adapters:
-        install_h3_rollout(rollout, scope="model")
+        install_h3_rollout(rollout)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
     generator = torch.Generator().manual_seed(1)
     for number in range(STEPS):
-        engine_lora(rollout, native_adapters(model), rank=RANK)  # the weight sync
+        sync(model, rollout, full)
         group = [sample(rollout, request, generator) for _ in range(GROUP)]
         rewards = torch.stack([-last.video.square().mean() for _, last in group])
         advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
@@ -104,4 +115,4 @@ if __name__ == "__main__":
     with engine.engine():
         for adapters in (True, False):
             print("with the h3 adapters:" if adapters else "without:")
-            train(adapters)
+            train(adapters, full="--full" in sys.argv)

@@ -28,7 +28,7 @@ def enable(model):
 
 def parallel():
     model, request = build(), fl2va(text=ROWS)
-    install_h3_training(model)
+    install_h3_training(model, scope="projections")
     before = velocities(model, request)
     enable(model)
     return [int((a != b).sum()) for a, b in zip(before, velocities(model, request), strict=True)]
@@ -42,7 +42,7 @@ def refusals():
     request = fl2va(text=ROWS)
     messages = []
     trained = build()
-    install_h3_training(trained)
+    install_h3_training(trained, scope="projections")
     enable(trained)
     with pytest.raises(BoundModelError) as caught:
         velocity(trained, request.packed, request.video, request.audio, request.text, 0.7, 0.3)

@@ -107,7 +107,7 @@ def test_a_policy_that_casts_the_fp32_parameters_is_refused(scope):
 
 def inner_call():
     model = shard(lora_model())
-    install_h3_training(model)
+    install_h3_training(model, scope="projections")
     with pytest.raises(BoundModelError) as caught:
         model.transformer_blocks[0].attn.to_out[0].base_layer(torch.zeros(1, 256, dtype=torch.bfloat16))
     return str(caught.value)
@@ -126,7 +126,7 @@ def tensor_parallel_weights():
     mesh = init_device_mesh("cpu", (WORLD,))
     parallelize_module(model.transformer_blocks[0], mesh, {"attn.to_q": ColwiseParallel()})
     with pytest.raises(InstallError) as caught:
-        install_h3_training(model)
+        install_h3_training(model, scope="projections")
     return str(caught.value)
 
 

@@ -60,7 +60,7 @@ def test_everything_in_scope_is_bound_and_remove_restores_every_bit(scope, reque
 
 def test_the_report_names_contract_and_provider_of_each_linear(request_):
     model = build()
-    handle = install_h3_training(model)
+    handle = install_h3_training(model, scope="projections")
     assert all(isinstance(handle.report()[f"transformer_blocks.0.{n}"], Refused) for n in IN_BLOCK), (
         "not run yet"
     )
@@ -75,12 +75,12 @@ def test_the_report_names_contract_and_provider_of_each_linear(request_):
     assert list(report)[:3] == ["time_proj", "time_embedder.act", "rope"]
     document = json.loads(report.to_json())
     assert len(document["nodes"]) == len(report)
-    assert "scope=projections" in str(report).splitlines()[0]
+    assert "mode strict, scope projections, h3-parallel-v1-u8" in str(report).splitlines()[0]
 
 
 def test_a_bypassed_linear_is_reported(request_):
     model = build()
-    handle = install_h3_training(model)
+    handle = install_h3_training(model, scope="projections")
     velocities(model, request_)
     layer = model.transformer_blocks[0].ff.net[2]
     model.transformer_blocks[0].ff.net[2] = torch.nn.Sequential()
@@ -119,7 +119,7 @@ def test_audit_compares_with_the_contract_and_not_with_itself(request_):
 def test_off_touches_nothing(request_):
     model = build()
     stock = velocities(model, request_)
-    with install_h3_training(model, mode="off") as handle:
+    with install_h3_training(model, mode="off", scope="projections") as handle:
         assert all("forward" not in vars(module) for module in model.modules())
         assert same(velocities(model, request_), stock)
         assert len(handle.report().external()) == len(handle.report())
@@ -128,17 +128,17 @@ def test_off_touches_nothing(request_):
 def test_the_environment_overrides_the_mode(monkeypatch):
     monkeypatch.setenv("H3_MODE", "audit")
     model = build()
-    with install_h3_training(model, mode="strict") as handle:
+    with install_h3_training(model, mode="strict", scope="projections") as handle:
         assert handle.mode is Mode.AUDIT
     monkeypatch.setenv("H3_MODE", "fast")
     with pytest.raises(ModeError, match="H3_MODE mode 'fast'"):
-        install_h3_training(model)
+        install_h3_training(model, scope="projections")
 
 
 def test_installing_again_is_the_same_handle_or_an_error():
     model = build()
-    handle = install_h3_training(model)
-    assert install_h3_training(model) is handle
+    handle = install_h3_training(model, scope="projections")
+    assert install_h3_training(model, scope="projections") is handle
     with pytest.raises(InstallError, match="already installed with other arguments"):
         install_h3_training(model, scope="model")
 
@@ -211,7 +211,7 @@ def test_autocast_is_refused(scope, request_):
 
 def test_a_cast_after_the_install_is_refused(request_):
     model = build()
-    install_h3_training(model)
+    install_h3_training(model, scope="projections")
     model.to(torch.float32)
     with pytest.raises(BoundModelError, match=r"weight is torch\.float32, was torch\.bfloat16 at install"):
         velocities(model, request_)
@@ -281,14 +281,14 @@ def test_a_wrong_name_is_one_reason_that_lists_the_known_ones(scope, mode, wrong
 
 def test_another_model_is_refused():
     with pytest.raises(InstallError, match="expected a MiniMaxH3Transformer3DModel"):
-        install_h3_training(torch.nn.Linear(2, 2))
+        install_h3_training(torch.nn.Linear(2, 2), scope="projections")
 
 
 @pytest.mark.parametrize("mode", ["strict", "audit", "off"])
 @pytest.mark.parametrize("nothing", [None, object()])
 def test_what_is_no_module_is_refused_naming_the_expected_class(nothing, mode):
     with pytest.raises(InstallError, match="expected a MiniMaxH3Transformer3DModel"):
-        install_h3_training(nothing, mode=mode)
+        install_h3_training(nothing, mode=mode, scope="projections")
 
 
 @pytest.mark.parametrize("scope", SCOPES)
@@ -322,7 +322,7 @@ def test_overlay_keeps_nodes_on_diffusers_arithmetic(request_, pattern):
 
 def test_overlay_of_linears(request_):
     model = build()
-    with install_h3_training(model, overlay=["*.ff.*", "proj_in"]) as handle:
+    with install_h3_training(model, overlay=["*.ff.*", "proj_in"], scope="projections") as handle:
         velocities(model, request_)
         report = handle.report()
     assert isinstance(report["proj_in"], External)
@@ -339,4 +339,4 @@ def test_an_overlay_that_names_nothing_is_refused(scope):
 
 def test_replacements_need_the_model_scope():
     with pytest.raises(InstallError, match="need scope='model'"):
-        install_h3_training(build(), overlay={"proj_in": lambda strict, x: strict(x)})
+        install_h3_training(build(), overlay={"proj_in": lambda strict, x: strict(x)}, scope="projections")

@@ -177,7 +177,7 @@ def test_what_a_rollout_does_not_compute_is_refused(scope, options, message):
 
 def test_dropout_in_eval_is_no_obstacle():
     model = add_lora(build(), lora_dropout=0.1).eval()
-    install_h3_training(model)
+    install_h3_training(model, scope="projections")
     velocities(model, fl2va())
 
 
@@ -185,7 +185,7 @@ def test_other_adapters_are_refused():
     model = build()
     model.add_adapter(LoHaConfig(r=4, target_modules=["to_q"]), adapter_name="loha")
     with pytest.raises(InstallError, match="loha has no contract"):
-        install_h3_training(model)
+        install_h3_training(model, scope="projections")
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute")
@@ -220,7 +220,7 @@ def test_gate_strict_gradients_are_not_worse_than_the_providers():
 
 def test_gate_runs_on_an_installed_model_with_checkpointing():
     model = add_lora(build())
-    install_h3_training(model)
+    install_h3_training(model, scope="projections")
     model.train()
     model.enable_gradient_checkpointing()
     report = lora_gate(model, lambda: loss_of(model), targets="transformer_blocks.1.*")

@@ -90,17 +90,17 @@ def example():
         return load("train_lora_with_rollouts", "examples")
 
 
-def differences(example, capfd, adapters):
+def differences(example, capfd, adapters, full):
     with example.engine.engine():
-        example.train(adapters)
+        example.train(adapters, full)
     return [
         float(line.rpartition(": ")[2]) for line in capfd.readouterr().out.splitlines() if "log-prob" in line
     ]
 
 
-def test_rl_example_has_no_difference_with_the_adapters_and_has_without(example, capfd, monkeypatch):
-    """Rollout and trainer train a LoRA together: the log-probabilities agree to the last bit in every
-    step."""
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+def test_rl_example_has_no_difference_with_the_adapters_and_has_without(example, capfd, monkeypatch, full):
+    """Rollout and trainer train together: the log-probabilities agree to the last bit in every step."""
     monkeypatch.setattr(example, "STEPS", 2)
-    assert differences(example, capfd, adapters=True) == [0.0, 0.0]
-    assert all(difference > 0 for difference in differences(example, capfd, adapters=False))
+    assert differences(example, capfd, adapters=True, full=full) == [0.0, 0.0]
+    assert all(difference > 0 for difference in differences(example, capfd, adapters=False, full=full))

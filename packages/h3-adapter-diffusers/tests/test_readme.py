@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-from h3_adapter_diffusers.bindings import Scope
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -17,8 +16,3 @@ def test_the_examples_run(capsys):
     printed = capsys.readouterr().out
     assert "contract='h3-parallel-v1-u8'" in printed
     assert "step 0: blocks.1.norm2 [h]" in printed
-
-
-def test_a_scope_that_does_not_exist_names_those_that_do():
-    with pytest.raises(ValueError, match="'all' is not a scope; expected linears, projections, model"):
-        Scope("all")

@@ -4,7 +4,6 @@ bytes."""
 import pytest
 import torch
 from diffusers import TensorParallelConfig
-from h3_adapter_diffusers.bindings import Style
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.lora import is_wrapper
@@ -14,6 +13,7 @@ from h3_adapter_diffusers.testing.packings import fl2va
 from h3_adapter_diffusers.testing.ranks import run_ranks
 from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import velocity
+from h3_kernels.binding import Style
 from peft import LoraConfig
 
 pytestmark = pytest.mark.engine
@@ -114,7 +114,9 @@ def unshared_installs():
         model = build()
         shard(model)
         with pytest.raises(InstallError) as caught:
-            install_h3_training(model, tp=parallel, **(rank_one if parallel.rank else {}))
+            install_h3_training(
+                model, tp=parallel, scope="projections", **(rank_one if parallel.rank else {})
+            )
         messages.append(str(caught.value))
         assert all("forward" not in vars(module) for module in model.modules())
     return messages
@@ -124,7 +126,7 @@ def test_an_install_that_ranks_do_not_share_is_refused_on_both():
     contract, overlay, provider = zip(*run_ranks(unshared_installs, 2), strict=True)
     assert all("u4" in message and "u8" in message for message in contract)
     assert all("overlay=proj_in" in message for message in overlay)
-    assert "rank 1: " in provider[0]
+    assert "rank 1 of tp=2 refused: " in provider[0]
     assert all("no provider is named 'fast'" in message for message in provider)
 
 

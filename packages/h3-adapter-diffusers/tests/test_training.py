@@ -180,7 +180,7 @@ def test_accumulating_rounded_microbatches_is_order_dependent():
     results = []
     for order in ((0, 1, 2), (2, 1, 0)):
         model = lora_model()
-        install_h3_training(model)
+        install_h3_training(model, scope="projections")
         for i in order:
             step, _ = recorded(model, packings()[i])
             (replay(model, packings()[i].packed, packings()[i].text, step).log_prob * (1 + i)).backward()
@@ -263,7 +263,7 @@ def test_packed_row_order_changes_no_bit_of_any_parameters_gradient(request_):
 
 def test_keys_that_do_not_fit_the_rows_are_refused():
     model, request = build(), t2va()
-    handle = install_h3_training(model)
+    handle = install_h3_training(model, scope="projections")
     keys = request.packed.keys(0, timesteps=2)
     with (
         handle.rows({**keys, "packed": keys["packed"][1:]}),

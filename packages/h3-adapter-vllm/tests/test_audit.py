@@ -24,7 +24,7 @@ def perturb(layer, row, column):
 def test_audit_returns_the_engines_bits(model, engine):
     request = engine.request()
     before = engine.velocities(model, [request])
-    with install_h3_rollout(model, mode="audit"):
+    with install_h3_rollout(model, mode="audit", scope="linears"):
         after = engine.velocities(model, [request])
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -34,13 +34,13 @@ def test_audit_counts_a_difference_and_says_where(model, name):
     """One planted value: one more differing value than without it, found at its row and column, with both values."""
     layer = model.get_submodule(name)
     x = torch.randn(20, layer.input_size, dtype=torch.bfloat16)
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         layer(x)
         clean = next(row for row in handle.audit() if row.node == name)
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         expected, _ = layer(x)
     perturb(layer, 0, 5)
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         y, _ = layer(x)
         rows = {row.node: row for row in handle.audit()}
     planted = rows[name]
@@ -53,7 +53,7 @@ def test_audit_counts_a_difference_and_says_where(model, name):
 
 
 def test_audit_report_carries_the_counts_and_binds_nothing(model, engine):
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         engine.velocities(model, [engine.request()])
         report = handle.report()
     assert not report.bound()
@@ -76,7 +76,7 @@ def test_an_audited_call_computes_at_most_64_rows_twice(model, monkeypatch):
     monkeypatch.setattr(method, "projection", counting)
     layer = model.blocks[0].mlp.fc1
     perturb(layer, 999, 3)
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         x = torch.zeros(1000, layer.input_size, dtype=torch.bfloat16)
         x[:, 0] = 1  # one product a row: any order gives the same bits, so only the planted value differs
         layer(x)
@@ -88,6 +88,6 @@ def test_an_audited_call_computes_at_most_64_rows_twice(model, monkeypatch):
 
 def test_strict_and_off_have_no_audit(model, engine):
     for mode in ("strict", "off"):
-        with install_h3_rollout(model, mode=mode) as handle:
+        with install_h3_rollout(model, mode=mode, scope="linears") as handle:
             engine.velocities(model, [engine.request()])
             assert handle.audit() == []

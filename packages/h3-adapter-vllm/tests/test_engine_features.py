@@ -11,28 +11,51 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("scope", ["linears", "projections"])
-def test_adaln_cache_hits_and_changes_no_bit(load, engine, scope):
+def test_adaln_cache_hits_and_changes_no_bit(load, engine):
+    """Scope linears leaves AdaLN to the engine, and its cache too."""
     cached, plain = load(adaln_cache=True), load()
     request = engine.request()
-    engine.velocities(cached, [request])  # fills it with the engine's own results
-    with install_h3_rollout(cached, scope=scope), install_h3_rollout(plain, scope=scope):
+    engine.velocities(cached, [request])
+    with install_h3_rollout(cached, scope="linears"), install_h3_rollout(plain, scope="linears"):
         expected = engine.velocities(plain, [request])
-        assert same(engine.velocities(cached, [request]), expected)
         hits = cached.adaln_cache.hits
         assert same(engine.velocities(cached, [request]), expected)
         assert cached.adaln_cache.hits == hits + 3  # two blocks and the final layer
 
 
-def test_adaln_cache_filled_by_the_contract_is_not_served_after_removal(load, engine):
+def adaln_sync(model):
+    """What a weight sync does: new rows through the parameter's own loader, which writes behind its version counter."""
+    parameter = model.blocks[0].adaln_proj.linear.weight
+    parameter.weight_loader(parameter, parameter.detach() * 1.5)
+
+
+@pytest.mark.parametrize("mode", ["strict", "audit"])
+@pytest.mark.parametrize("scope", ["projections", "model"])
+def test_bound_adaln_projections_are_computed_in_every_forward(load, engine, scope, mode):
+    """So a weight sync through the parameters' loaders cannot leave outputs of the old weights behind."""
     cached, plain = load(adaln_cache=True), load()
     request = engine.request()
-    expected = engine.velocities(plain, [request])
-    with install_h3_rollout(cached, scope="projections"):
-        engine.velocities(cached, [request])
-    misses = cached.adaln_cache.misses
-    assert same(engine.velocities(cached, [request]), expected)
-    assert cached.adaln_cache.misses == misses + 3
+    with (
+        install_h3_rollout(cached, scope=scope, mode=mode) as handle,
+        install_h3_rollout(plain, scope=scope, mode=mode),
+    ):
+        for model in (cached, plain):
+            engine.velocities(model, [request])
+            adaln_sync(model)
+        assert same(engine.velocities(cached, [request]), engine.velocities(plain, [request]))
+        assert not handle.report().refused()
+    assert cached.adaln_cache.max_bytes > 0
+    assert same(engine.velocities(cached, [request]), engine.velocities(plain, [request]))
+
+
+def test_the_engines_cache_serves_old_weights_after_such_a_sync(load, engine):
+    """Negative twin: as shipped, the cache hits on what it computed before."""
+    cached, plain = load(adaln_cache=True), load()
+    request = engine.request()
+    for model in (cached, plain):
+        engine.velocities(model, [request])
+        adaln_sync(model)
+    assert not same(engine.velocities(cached, [request]), engine.velocities(plain, [request]))
 
 
 @pytest.mark.parametrize("compile_first", [True, False])
@@ -41,11 +64,11 @@ def test_regional_compile_keeps_the_bits_and_the_report(model, engine, compile_f
     from vllm_omni.diffusion.compile import regionally_compile
 
     request = engine.request()
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         expected = engine.velocities(model, [request])
     if compile_first:
         regionally_compile(model, backend="eager", dynamic=True)
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         if not compile_first:
             regionally_compile(model, backend="eager", dynamic=True)
         for _ in range(2):
@@ -64,5 +87,5 @@ def test_condition_rows_are_masked_as_before(model, engine):
 
 
 def test_unknown_keyword_is_still_refused(model, engine):
-    with install_h3_rollout(model), pytest.raises(TypeError, match="unexpected kwargs"):
+    with install_h3_rollout(model, scope="linears"), pytest.raises(TypeError, match="unexpected kwargs"):
         model(**engine.forward_inputs([engine.request()]), surprise=1)

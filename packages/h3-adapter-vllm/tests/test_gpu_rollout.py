@@ -10,21 +10,9 @@ from h3_adapter_vllm import install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
+from h3_kernels.testing.tiny import SMALL
 
 DEVICE = "cuda"
-SMALL = {
-    **tiny.TINY,
-    "attention_head_dim": 128,
-    "hidden_size": 768,
-    "ffn_dim": 2048,
-    "audio_in_channels": 32,
-    "in_channels": 24,
-    "text_dim": 256,
-    "freq_dim": 256,
-    "time_embed_hidden_dim": 768,
-    "time_embed_dim": 384,
-    "rope_freq_dim": 16,
-}
 SCOPES = ("linears", "projections", "model")
 
 pytestmark = [

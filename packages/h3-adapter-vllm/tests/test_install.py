@@ -30,8 +30,8 @@ def same(a, b):
 
 
 def test_release_has_208_linears_in_blocks_and_266_in_all(engine):
-    from h3_adapter_vllm.bindings import Scope
     from h3_adapter_vllm.survey import find_sites
+    from h3_kernels.modes import Scope
 
     model = engine.build({}, device="meta")  # no sizes: the engine's defaults are the release
     assert len(find_sites(model, Scope.LINEARS)) == 208
@@ -67,7 +67,7 @@ def test_bound_linears_are_within_rounding_of_the_engine(model, engine):
 
 def test_output_is_a_new_tensor_each_call(model):
     """LoRA wrappers add into what the quant method returns, so it may alias nothing."""
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         layer = model.blocks[0].mlp.fc2
         x = torch.randn(3, layer.input_size, dtype=torch.bfloat16)
         first, _ = layer(x)
@@ -80,7 +80,7 @@ def test_output_is_a_new_tensor_each_call(model):
 def test_parameters_and_names_do_not_change(model):
     before = {name: (id(p), vars(p).copy()) for name, p in model.named_parameters()}
     names = list(model.state_dict())
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         assert {name: (id(p), vars(p).copy()) for name, p in model.named_parameters()} == before
         assert list(model.state_dict()) == names
 
@@ -98,7 +98,7 @@ def test_remove_restores_the_engine_bit_for_bit(model, engine, mode):
     }
     attributes, lora_apply = set(vars(model)), DiffusionBaseLinearLayerWithLoRA.apply
     before = engine.velocities(model, [request])
-    handle = install_h3_rollout(model, mode=mode)
+    handle = install_h3_rollout(model, mode=mode, scope="linears")
     engine.velocities(model, [request])
     handle.remove()
     handle.remove()
@@ -112,14 +112,14 @@ def test_remove_restores_the_engine_bit_for_bit(model, engine, mode):
 
 
 def test_context_manager_removes_after_an_error(model):
-    with pytest.raises(ZeroDivisionError), install_h3_rollout(model):
+    with pytest.raises(ZeroDivisionError), install_h3_rollout(model, scope="linears"):
         raise ZeroDivisionError
     assert handle_of(model) is None
 
 
 def test_same_install_again_returns_the_same_handle(model):
-    with install_h3_rollout(model) as handle:
-        assert install_h3_rollout(model) is handle
+    with install_h3_rollout(model, scope="linears") as handle:
+        assert install_h3_rollout(model, scope="linears") is handle
         assert handle_of(model) is handle
 
 
@@ -127,10 +127,10 @@ def test_same_install_again_returns_the_same_handle(model):
     "other", [{"mode": "audit"}, {"contract": "h3-parallel-v1-u4"}, {"scope": "projections"}]
 )
 def test_different_install_again_is_refused_and_changes_nothing(model, other):
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         methods = {name: layer.quant_method for name, layer in linears(model).items()}
         with pytest.raises(InstallError, match="already installed with other arguments"):
-            install_h3_rollout(model, **other)
+            install_h3_rollout(model, **{"scope": "linears", **other})
         assert handle.installed
         assert all(layer.quant_method is methods[name] for name, layer in linears(model).items())
 
@@ -139,14 +139,14 @@ def test_half_patched_model_is_refused_and_removable(model, engine):
     """One linear lost its contract method: a second install says which, remove restores the others and says so."""
     layer = model.blocks[0].mlp.fc1
     original = layer.quant_method
-    handle = install_h3_rollout(model)
+    handle = install_h3_rollout(model, scope="linears")
     layer.quant_method = original
     with pytest.raises(InstallError, match=r"half installed: blocks\.0\.mlp\.fc1 was replaced"):
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
     with pytest.raises(RemoveError, match=r"1 bindings .* \(first: blocks\.0\.mlp\.fc1\)"):
         handle.remove()
     assert all(type(m.quant_method).__name__ == "UnquantizedLinearMethod" for m in linears(model).values())
-    install_h3_rollout(model).remove()
+    install_h3_rollout(model, scope="linears").remove()
 
 
 def test_weights_loaded_again_are_the_ones_used(model, engine, release):
@@ -155,7 +155,7 @@ def test_weights_loaded_again_are_the_ones_used(model, engine, release):
     changed = {name: tensor * 1.25 for name, tensor in release.items()}
     fresh = engine.build()
     fresh.load_weights(changed.items())
-    with install_h3_rollout(model), install_h3_rollout(fresh):
+    with install_h3_rollout(model, scope="linears"), install_h3_rollout(fresh, scope="linears"):
         stale = engine.velocities(model, [request])
         assert model.load_weights(changed.items()) == set(model.state_dict())
         assert same(engine.velocities(model, [request]), engine.velocities(fresh, [request]))
@@ -176,13 +176,13 @@ def test_install_before_cpu_packing_keeps_the_weights_until_removed(load, engine
     assert model.blocks[0].mlp.fc1.weight.numel() == 0
     assert same(engine.velocities(packed, [request]), engine.velocities(model, [request]))
     with pytest.raises(InstallError, match="vLLM packed it for the CPU; install before process_weights"):
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
 
 
 def test_off_touches_nothing(model):
     before = {name: layer.quant_method for name, layer in linears(model).items()}
     attributes = dict(vars(model))
-    with install_h3_rollout(model, mode="off") as handle:
+    with install_h3_rollout(model, mode="off", scope="linears") as handle:
         assert vars(model) == attributes
         assert {name: layer.quant_method for name, layer in linears(model).items()} == before
         assert not handle.installed
@@ -192,30 +192,30 @@ def test_off_touches_nothing(model):
 @pytest.mark.parametrize("word", ["off", "audit", "strict"])
 def test_environment_overrides_the_argument(model, monkeypatch, word):
     monkeypatch.setenv("H3_MODE", word)
-    with install_h3_rollout(model, mode="strict" if word != "strict" else "audit") as handle:
+    with install_h3_rollout(model, mode="strict" if word != "strict" else "audit", scope="linears") as handle:
         assert handle.mode == word
         assert handle.installed == (word != "off")
 
 
 def test_unknown_mode_is_an_error_naming_its_origin(model, monkeypatch):
     with pytest.raises(ModeError, match="argument mode 'fast'"):
-        install_h3_rollout(model, mode="fast")
+        install_h3_rollout(model, mode="fast", scope="linears")
     monkeypatch.setenv("H3_MODE", "fast")
     with pytest.raises(ModeError, match="H3_MODE mode 'fast'"):
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
 
 
 def test_one_log_line_per_install(model, caplog):
-    with caplog.at_level(logging.INFO, logger="h3_adapter_vllm"), install_h3_rollout(model):
-        install_h3_rollout(model)
+    with caplog.at_level(logging.INFO, logger="h3_adapter_vllm"), install_h3_rollout(model, scope="linears"):
+        install_h3_rollout(model, scope="linears")
     (record,) = caplog.records
     assert record.getMessage() == (
-        "h3 contracts bound to MiniMaxH3DiTModel: mode strict, scope linears, h3-parallel-v1-u8, tp=1 rank 0"
+        "h3 contracts bound to MiniMaxH3DiTModel: mode strict, scope linears, h3-parallel-v1-u8, provider auto, tp=1"
     )
 
 
 def test_report_reads_back_what_ran(model, engine):
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         assert len(handle.report().refused()) == 16
         assert "has not run" in handle.report()["blocks.0.mlp.fc2"].reason
         engine.velocities(model, [engine.request()])
@@ -233,7 +233,7 @@ def test_report_reads_back_what_ran(model, engine):
 def test_report_refuses_a_linear_that_something_bypasses(model, engine):
     """A linear that ran before but not in the last forward, or whose method or module was replaced, is not Bound."""
     request = engine.request()
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         engine.velocities(model, [request])
         mlp = model.blocks[1].mlp
         mlp.fc1.forward = lambda x: (torch.nn.functional.linear(x, mlp.fc1.weight), None)

@@ -84,9 +84,9 @@ def request_(engine):
 def test_wrapped_linear_has_the_strict_term_whenever_it_was_wrapped(model, wrap_first):
     if wrap_first:
         wrappers = wrap(model)
-        handle = install_h3_rollout(model)
+        handle = install_h3_rollout(model, scope="linears")
     else:
-        handle = install_h3_rollout(model)
+        handle = install_h3_rollout(model, scope="linears")
         wrappers = wrap(model)
     for name, wrapper in wrappers.items():
         x = torch.randn(5, wrapper.base_layer.input_size, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ def test_engines_own_lora_term_has_other_bits(model):
 
 def test_wrap_and_unwrap_under_an_install_leave_the_bound_bits(model, engine, request_):
     """Wrapped and inactive, suspended, reset or unwrapped: the base contract's bits; active: others."""
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         base = engine.velocities(model, [request_])
         wrappers = wrap(model, activate=False)
         assert same(engine.velocities(model, [request_]), base)
@@ -132,14 +132,14 @@ def test_wrap_and_unwrap_under_an_install_leave_the_bound_bits(model, engine, re
 
 def test_report_names_the_lora_term(model, engine, request_):
     wrappers = wrap(model)
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         engine.velocities(model, [request_])
         report = handle.report()
         assert {name for name in report if name.endswith(".lora")} == {f"{name}.lora" for name in TARGETS}
         assert isinstance(report["blocks.0.mlp.fc1.lora"], Bound)
         wrappers["blocks.0.mlp.fc1"].suspend_lora()
         assert "blocks.0.mlp.fc1.lora" not in handle.report()
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         engine.velocities(model, [request_])
         node = handle.report()["blocks.0.mlp.fc2.lora"]
         assert node == External("vLLM-Omni DiffusionRowParallelLinearWithLoRA")
@@ -148,7 +148,7 @@ def test_report_names_the_lora_term(model, engine, request_):
 def test_remove_under_wrappers_restores_the_engines_lora(model, engine, request_):
     wrap(model)
     before = engine.velocities(model, [request_])
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         assert not same(engine.velocities(model, [request_]), before)
     assert same(engine.velocities(model, [request_]), before)
 
@@ -156,9 +156,9 @@ def test_remove_under_wrappers_restores_the_engines_lora(model, engine, request_
 def test_seam_stays_while_another_model_is_bound(load, engine, request_):
     first, second = load(), load()
     wrap(second)
-    with install_h3_rollout(second):
+    with install_h3_rollout(second, scope="linears"):
         expected = engine.velocities(second, [request_])
-        install_h3_rollout(first).remove()
+        install_h3_rollout(first, scope="linears").remove()
         assert same(engine.velocities(second, [request_]), expected)
 
 
@@ -166,14 +166,14 @@ def test_wrappers_of_unbound_linears_are_the_engines(load, engine, request_):
     bound, free = load(), load()
     wrap(free)
     expected = engine.velocities(free, [request_])
-    with install_h3_rollout(bound):
+    with install_h3_rollout(bound, scope="linears"):
         assert same(engine.velocities(free, [request_]), expected)
 
 
 def test_audit_returns_the_engines_lora_bits_and_compares_the_base(model, engine, request_):
     wrap(model)
     before = engine.velocities(model, [request_])
-    with install_h3_rollout(model, mode="audit") as handle:
+    with install_h3_rollout(model, mode="audit", scope="linears") as handle:
         assert same(engine.velocities(model, [request_]), before)
         rows = {row.node: row for row in handle.audit()}
     assert rows["blocks.0.mlp.fc2"].compared == 20 * 80
@@ -181,7 +181,7 @@ def test_audit_returns_the_engines_lora_bits_and_compares_the_base(model, engine
 
 
 def test_zero_adapter_is_the_base_bit_for_bit(model, engine, request_):
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         base = engine.velocities(model, [request_])
         for name, wrapper in wrap(model, activate=False).items():
             a, b = adapter(name, wrapper.base_layer)
@@ -196,7 +196,7 @@ def test_fully_sharded_adapter_is_refused_at_the_call(model):
 
     (wrapper,) = wrap(model, ["blocks.0.mlp.fc2"]).values()
     wrapper.lora_config = replace(wrapper.lora_config, fully_sharded_loras=True)
-    with install_h3_rollout(model):
+    with install_h3_rollout(model, scope="linears"):
         wrapper(torch.randn(2, 384, dtype=torch.bfloat16))  # tp=1: nothing is sharded
         wrapper.tp_size = 2
         with pytest.raises(BoundModelError, match=r"blocks\.0\.mlp\.fc2: fully sharded LoRA at tp > 1"):
@@ -239,7 +239,7 @@ def test_the_engines_manager_drives_bound_linears(model, engine, request_, tmp_p
     folders = [peft_folder(tmp_path / f"r{rank}", model, rank) for rank in (4, 16)]
     pipeline = nn.Module()
     pipeline.transformer = model
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         base = engine.velocities(model, [request_])
         manager = DiffusionLoRAManager(pipeline, torch.device("cpu"), torch.bfloat16, max_cached_adapters=2)
         states = []

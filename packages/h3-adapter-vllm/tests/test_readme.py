@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from h3_adapter_vllm import plugin
-from h3_adapter_vllm.bindings import Scope
+from h3_kernels.modes import Scope
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -39,8 +39,3 @@ def test_variables_are_the_plugins():
 def test_scopes_are_the_packages():
     row = next(line for line in README.splitlines() if line.startswith("| `H3_SCOPE`"))
     assert re.findall(r"`([a-z]+)`", row) == [scope.value for scope in Scope]
-
-
-def test_a_scope_that_does_not_exist_names_those_that_do():
-    with pytest.raises(ValueError, match="'all' is not a scope; expected linears, projections, model"):
-        Scope("all")

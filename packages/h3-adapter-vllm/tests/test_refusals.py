@@ -19,7 +19,7 @@ def refuse(model, match, **arguments):
     """Install is refused with ``match`` and the model is as before."""
     before = snapshot(model)
     with pytest.raises(InstallError, match=match):
-        install_h3_rollout(model, **arguments)
+        install_h3_rollout(model, **{"scope": "linears", **arguments})
     assert snapshot(model) == before
     assert handle_of(model) is None
     assert not model._forward_pre_hooks
@@ -52,10 +52,30 @@ def test_wrong_dtype_names_tensor_and_both_dtypes(model):
     refuse(model, r"blocks\.0\.mlp\.fc1: weight is torch\.float32, expected torch\.bfloat16")
 
 
+@pytest.mark.parametrize("scope", ["projections", "model"])
+def test_wrong_dtype_of_a_bias(model, scope):
+    model.final_layer.video_out.bias.data = model.final_layer.video_out.bias.data.bfloat16()
+    match = r"final_layer\.video_out: bias is torch\.bfloat16, expected torch\.float32 like the weight"
+    refuse(model, match, scope=scope)
+    install_h3_rollout(model, scope="linears").remove()
+
+
+def test_scope_model_checks_what_only_it_reads(model):
+    """Norms, which no linear owns: fp32 where the checkpoint, and the trainer, has bf16."""
+    for name in ("blocks.0.norm1.weight", "token_refiner.final_norm.weight", "blocks.1.attn.q_norm.weight"):
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.float()
+    match = (
+        r"token_refiner\.final_norm\.weight, blocks\.0\.norm1.*: are torch\.float32, expected torch\.bfloat16"
+    )
+    refuse(model, match, scope="model")
+    install_h3_rollout(model, scope="projections").remove()
+
+
 def test_half_precision_model_lists_every_linear_and_shows_eight(model):
     model.half()
     with pytest.raises(InstallError, match="and 8 more") as caught:
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
     assert len(caught.value.reasons) == 16
 
 
@@ -102,9 +122,11 @@ def test_contract_that_does_not_exist(model):
 
 
 @pytest.mark.parametrize("scope", ["linears", "projections", "model"])
-@pytest.mark.parametrize("wrong", [{"contract": "h3-parallel-v1-u16"}, {"provider": "fast"}])
+@pytest.mark.parametrize(
+    "wrong", [{"contract": "h3-parallel-v1-u16"}, {"provider": "fast"}, {"attention": "fast"}]
+)
 def test_a_wrong_name_is_one_reason_that_lists_the_known_ones(model, scope, wrong):
-    with pytest.raises(InstallError, match=r"; known: .*(h3-parallel-v1-u8|reference)") as caught:
+    with pytest.raises(InstallError, match=r"; known: .*(h3-parallel-v1-u8|reference|fa3)") as caught:
         install_h3_rollout(model, scope=scope, **wrong)
     assert len(caught.value.reasons) == 1
     assert len(str(caught.value)) < 200
@@ -114,7 +136,7 @@ def test_a_wrong_name_is_one_reason_that_lists_the_known_ones(model, scope, wron
 @pytest.mark.parametrize("nothing", [None, object()])
 def test_what_is_no_module_is_refused_naming_the_expected_class(nothing, mode):
     with pytest.raises(InstallError, match="expected a MiniMaxH3DiTModel"):
-        install_h3_rollout(nothing, mode=mode)
+        install_h3_rollout(nothing, mode=mode, scope="linears")
 
 
 def test_shape_outside_the_contract(engine):
@@ -122,7 +144,7 @@ def test_shape_outside_the_contract(engine):
     odd = engine.build({**engine.TINY, "ffn_dim": 100})
     engine.randomise(odd)
     refuse(odd, r"blocks\.0\.mlp\.fc2: K=100 does not divide into 8 equal units")
-    install_h3_rollout(odd, contract="h3-parallel-v1-u4").remove()
+    install_h3_rollout(odd, contract="h3-parallel-v1-u4", scope="linears").remove()
 
 
 def test_patched_forward(model):
@@ -158,7 +180,7 @@ def test_one_refusal_lists_all_reasons(model):
     del model.blocks[1].mlp.fc2
     del model.blocks[0].attn.qkv_proj
     with pytest.raises(InstallError) as caught:
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
     assert [reason.split(":")[0] for reason in caught.value.reasons] == [
         "blocks.0.attn.qkv_proj",
         "blocks.1.mlp.fc2",

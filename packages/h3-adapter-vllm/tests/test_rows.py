@@ -89,7 +89,7 @@ def test_rows_keep_their_bits_under_any_packing(bound, data):
 
 def test_strided_input_has_the_same_bits(model):
     """A view with gaps between its rows, as slices of a packed buffer are."""
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         for name, layer in handle.linears.items():
             x = rows_of(layer, 12, 3)
             assert differing(layer(x[::2])[0], layer(x[::2].contiguous())[0]) == 0, name
@@ -119,7 +119,7 @@ def test_padding_rows_change_no_bound_nodes_output(model, engine, padding):
     whose input is the same, which covers the first block up to its attention entirely.
     """
     request = engine.request()
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         plain, _ = forward(engine, model, handle.linears, [request])
         padded, _ = forward(engine, model, handle.linears, [request], padding)
         external = set(handle.report().external())
@@ -139,7 +139,7 @@ def test_padding_rows_change_no_bound_nodes_output(model, engine, padding):
 def test_a_second_request_changes_no_bound_nodes_output(model, engine):
     """The rows of two packed requests, and each request's rows alone, through every bound linear."""
     first, second = engine.request(seed=1), engine.request(seed=2, text=9, video=4, audio=3)
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         calls = [forward(engine, model, handle.linears, [r])[0] for r in (first, second)]
         for name, layer in handle.linears.items():
             (x1, y1), (x2, y2) = (seen[name] for seen in calls)
@@ -149,7 +149,7 @@ def test_a_second_request_changes_no_bound_nodes_output(model, engine):
 
 def test_rows_of_a_sequence_parallel_rank_have_the_bits_of_the_whole(model, engine):
     """Ulysses gives each rank a contiguous share of the rows; every bound linear gives them the same bits."""
-    with install_h3_rollout(model) as handle:
+    with install_h3_rollout(model, scope="linears") as handle:
         seen, _ = forward(engine, model, handle.linears, [engine.request()])
         for name, (x, y) in seen.items():
             for ranks in (2, 4):
@@ -162,5 +162,8 @@ def test_the_engine_still_refuses_to_pack_requests_on_this_attention(model, engi
     requests = [engine.request(seed=1), engine.request(seed=2)]
     with pytest.raises(ValueError, match="does not isolate multi-document packed"):
         engine.velocities(model, requests)
-    with install_h3_rollout(model), pytest.raises(ValueError, match="does not isolate multi-document packed"):
+    with (
+        install_h3_rollout(model, scope="linears"),
+        pytest.raises(ValueError, match="does not isolate multi-document packed"),
+    ):
         engine.velocities(model, requests)

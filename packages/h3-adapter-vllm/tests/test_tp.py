@@ -59,7 +59,7 @@ def report_of(path):
     model = loaded(path)
     group = get_tp_group()
     with (
-        install_h3_rollout(model) as handle,
+        install_h3_rollout(model, scope="linears") as handle,
         mock.patch.object(group, "all_reduce", wraps=group.all_reduce) as spy,
     ):
         tiny.velocities(model, [tiny.request()])
@@ -75,11 +75,11 @@ def refusals(path):
     messages = []
     for arguments in ({"tp": 1}, {"collective": LocalCollective()}, {"contract": "h3-parallel-v1-u1"}):
         with pytest.raises(InstallError) as caught:
-            install_h3_rollout(model, **arguments)
+            install_h3_rollout(model, **{"scope": "linears", **arguments})
         messages.append(str(caught.value))
     model.blocks[0].mlp.fc2.reduce_results = False
     with pytest.raises(InstallError) as caught:
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
     return [*messages, str(caught.value)]
 
 
@@ -95,7 +95,7 @@ def disagreement(path, arguments):
         del model.blocks[1].mlp.fc2.weight
         mine = {}
     with pytest.raises(InstallError) as caught:
-        install_h3_rollout(model, **mine)
+        install_h3_rollout(model, **{"scope": "linears", **mine})
     return str(caught.value), handle_of(model) is None
 
 
@@ -106,7 +106,7 @@ def fused_collective(path):
     model = loaded(path)
     get_current_vllm_config().compilation_config.pass_config.fuse_allreduce_rms = True
     with pytest.raises(InstallError) as caught:
-        install_h3_rollout(model)
+        install_h3_rollout(model, scope="linears")
     return str(caught.value)
 
 
@@ -183,7 +183,7 @@ def test_every_bound_linear_has_the_bytes_of_tp_1(pool, weights, tp):
 def test_report_at_tp_names_the_degree_and_the_engine_keeps_no_row_parallel_sum(pool, weights):
     """The engine's all-reduce serves the time embedder alone ([2 timesteps, 32]); the report says which is whose."""
     for rank, (text, bound, shapes) in enumerate(pool.run(report_of, weights, tp=4)):
-        assert f"tp=4 rank {rank}, scatter TorchDistributedCollective, 1 forwards" in text
+        assert f"tp=4, auto TorchDistributedCollective, rank {rank}, 1 forwards" in text
         assert bound == 16
         assert shapes == [(2, 32)]
         assert "time_embedder.proj_out" in text

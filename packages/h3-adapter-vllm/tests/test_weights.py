@@ -121,7 +121,7 @@ def test_loading_into_a_bound_and_wrapped_engine(engine, model, states, release)
     fresh = engine.build()
     load_h3_weights(fresh, doubled.items(), "diffusers")
     config = LoRAConfig(max_lora_rank=8, max_loras=1, max_cpu_loras=1, lora_dtype=torch.bfloat16)
-    with install_h3_rollout(model), install_h3_rollout(fresh):
+    with install_h3_rollout(model, scope="linears"), install_h3_rollout(fresh, scope="linears"):
         for name in ("blocks.0.mlp.fc2", "blocks.1.attn.out_proj"):
             replace_submodule(model, name, from_layer_diffusion(model.get_submodule(name), 1, config, []))
         load_h3_weights(model, doubled.items(), "diffusers")
@@ -141,7 +141,7 @@ def test_gates_of_a_sparse_model_are_loaded_and_reported(engine, model):
     assert "blocks.1.attn.to_gate_compress.weight" in names
     assert same_state(fresh, model)
     engine.run_plain(fresh)
-    with install_h3_rollout(fresh) as handle:
+    with install_h3_rollout(fresh, scope="linears") as handle:
         engine.velocities(fresh, [request])
         assert handle.report()["blocks.0.attn.to_gate_compress"].operator == "bf16 ColumnParallelLinear"
         assert len(handle.report().bound()) == 16

@@ -3,9 +3,17 @@
 import json
 
 import pytest
-from h3_kernels.binding import Bound, External, Probe, Refused, Report
+from h3_kernels.binding import (
+    Bound,
+    External,
+    Probe,
+    Refused,
+    Report,
+    differing_dtypes,
+    dtype_reasons,
+)
 from h3_kernels.errors import H3KernelsError, ModeError
-from h3_kernels.modes import Mode, resolve_mode
+from h3_kernels.modes import InstallSettings, Mode, Scope, resolve_mode
 
 
 @pytest.fixture
@@ -68,3 +76,47 @@ def test_an_unknown_mode_says_where_it_came_from(monkeypatch):
         resolve_mode()
     with pytest.raises(H3KernelsError, match="argument mode 'loose'"):
         resolve_mode("loose")
+
+
+def test_a_scope_that_does_not_exist_names_those_that_do():
+    with pytest.raises(ValueError, match="'all' is not a scope; expected linears, projections, model"):
+        Scope("all")
+
+
+def settings(**changed):
+    stated = {
+        "mode": Mode.STRICT,
+        "scope": Scope.MODEL,
+        "contract": "h3-parallel-v1-u8",
+        "provider": "auto",
+        "attention": "auto",
+        "tp": 1,
+        "rank": 0,
+        "collective": None,
+    }
+    return InstallSettings(**{**stated, **changed})
+
+
+def test_settings_say_what_every_rank_must_state():
+    """The rank is not part of it; every other field is, attention where it is bound."""
+    assert settings(tp=2, rank=0).describe() == settings(tp=2, rank=1).describe()
+    for changed in ({"mode": Mode.AUDIT}, {"contract": "h3-parallel-v1-u4"}, {"attention": "fa3"}, {"tp": 2}):
+        assert settings(**changed).describe() != settings().describe()
+    assert "attention" not in settings(scope=Scope.LINEARS).describe()
+    assert settings(tp=2, rank=1).title("rollout").endswith("tp=2, rank 1, 0 forwards")
+
+
+def test_settings_refuse_names_before_any_model_is_looked_at():
+    assert settings().obstacles() == []
+    contract, attention = settings(contract="h3-parallel-v9", attention="fast").obstacles()
+    assert "'h3-parallel-v9' is not a row-parallel contract" in contract
+    assert "no attention provider is named 'fast'; known: auto, " in attention
+
+
+def test_differing_dtypes_are_grouped_and_counted():
+    held = {f"norm{i}": "bf16" for i in range(20)} | {"bias": "fp16"}
+    expected = dict.fromkeys(held, "fp32") | {"absent": "fp32"}
+    norms, bias = dtype_reasons(differing_dtypes(held, expected))
+    assert norms.endswith("norm12 and 7 more: are bf16, expected fp32")
+    assert bias == "bias: is fp16, expected fp32"
+    assert not list(dtype_reasons(differing_dtypes(held, held)))

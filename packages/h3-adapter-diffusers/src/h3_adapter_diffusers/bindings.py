@@ -10,33 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, NoReturn
+from typing import Final
 
-from h3_kernels.contract import PROJECTION
-
-
-class Style(StrEnum):
-    """How tensor parallelism cuts a linear, and so which contract it computes."""
-
-    COLUMN = "column"
-    """Each rank holds some of the output features of every row block."""
-    ROW = "row"
-    """Each rank holds a contiguous K range; the partial sums are reduced."""
-
-
-class Scope(StrEnum):
-    """How much of the model is bound; each contains the one before. The rollout must be bound to the same."""
-
-    LINEARS = "linears"
-    """The six linears of every block."""
-    PROJECTIONS = "projections"
-    """Every linear: also the patch, text, time, AdaLN and output projections."""
-    MODEL = "model"
-    """Every node: `h3_kernels.graph` runs in the place of Diffusers' forward."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        raise ValueError(f"{value!r} is not a scope; expected {', '.join(cls)}")
+from h3_kernels.binding import Style
 
 
 class Rows(StrEnum):
@@ -66,7 +42,7 @@ class LinearRule:
 
     def contract(self, row_parallel: str) -> str:
         """Contract id of this linear when row-parallel linears use `row_parallel`."""
-        return row_parallel if self.style is Style.ROW else PROJECTION
+        return self.style.contract(row_parallel)
 
 
 BLOCK_LISTS: Final = {"token_refiner.refiner_blocks": Rows.TEXT, "transformer_blocks": Rows.PACKED}

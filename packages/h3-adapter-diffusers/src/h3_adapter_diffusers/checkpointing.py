@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from h3_adapter_diffusers.method import KeyRing
+from h3_adapter_diffusers.settings import KeyRing
 
 _ATTRIBUTE = "_gradient_checkpointing_func"
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow
-from h3_kernels.binding import Binding, Bound, External, Refused
+from h3_kernels.binding import Binding, Bound, External, Ran, Refused, served
 from h3_kernels.graph import (
     DiTConfig,
     Node,
@@ -27,7 +27,7 @@ from h3_kernels.graph import (
     diffusers_inputs,
 )
 from h3_kernels.graph.settings import replacement_name, requested_operator
-from h3_kernels.modes import Mode
+from h3_kernels.modes import Mode, eager
 from h3_kernels.trace import fingerprint
 from h3_mapper.apply import diffusers_to_native
 from torch import Tensor, nn
@@ -36,9 +36,9 @@ from h3_adapter_diffusers import provider_ops
 from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.graph_lora import diffusers_terms, strict_terms, with_terms, wrapped_sites
-from h3_adapter_diffusers.linear_binding import bound, fused_flags, gemm_call, provider_obstacles, restore
-from h3_adapter_diffusers.method import Ran, Settings
+from h3_adapter_diffusers.linear_binding import fused_flags, gemm_call, provider_obstacles, restore
 from h3_adapter_diffusers.overlays import Outputs, Replacement, audited, diffusers_arithmetic, expand
+from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
 from h3_adapter_diffusers.weights import base_state, native_names, weights_view
 
@@ -122,7 +122,7 @@ class GraphBinding:
             return Refused("has not run since the install: run a forward first")
         if node.name in self._record.tuned:  # the trace names the LoRA term there, not what serves the linear
             call = gemm_call(self._linears[node.name][0], self._settings, ran)
-            return bound(contract, call, ran.device, self._settings.provider)
+            return served(contract, call, ran.device, self._settings.provider)
         return Bound(contract, self._record.actual[node.name].partition(" by ")[2])
 
     def audit(self) -> list[AuditRow]:
@@ -170,7 +170,7 @@ class GraphBinding:
             tracer=self._record,
         )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Diffusers' forward by the graph; the same arguments and results."""
         call = self._signature.bind(self._model, *args, **kwargs).arguments
@@ -271,7 +271,7 @@ class _StageForward:
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def __call__(self, session: Session, *reads: Tensor) -> Outputs:
         if not isinstance(session, Session):
             raise BoundModelError(f"{self.stage.name}: called outside its model's forward; call the model")

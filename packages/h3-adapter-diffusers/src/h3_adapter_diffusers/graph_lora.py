@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from h3_kernels.graph import PackedInputs
 from h3_kernels.logical_keys import LogicalKeys
+from h3_kernels.nodes import column_blocks, join_columns
 from torch import Tensor
 
 from h3_adapter_diffusers.bindings import QKV
 from h3_adapter_diffusers.lora import active_terms, add_term, base_of, is_wrapper, peft_terms
-from h3_adapter_diffusers.method import Settings
 from h3_adapter_diffusers.overlays import Outputs, Replacement
+from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site
 
 Adder = Callable[[Site, Tensor, Tensor], Tensor]
@@ -71,6 +71,6 @@ def _add(outputs: list[Tensor], x: Tensor, site: Site, add: Adder) -> None:
         which = [name.rpartition(".")[2] for name in QKV].index(site.attribute)
         outputs[which] = add(site, outputs[which], x)
     else:  # stored part i is output parts[i]
-        whole = add(site, torch.cat([outputs[i] for i in rule.parts], dim=-1), x)
-        for i, part in zip(rule.parts, whole.chunk(len(rule.parts), dim=-1), strict=True):
+        whole = add(site, join_columns(tuple(outputs[i] for i in rule.parts)), x)
+        for i, part in zip(rule.parts, column_blocks(whole, len(rule.parts)), strict=True):
             outputs[i] = part

@@ -16,18 +16,17 @@ from h3_kernels.binding import Report
 from h3_kernels.contract import UNITS, parallel_id
 from h3_kernels.graph import Tracer
 from h3_kernels.logical_keys import LogicalKeys
-from h3_kernels.modes import ENVIRONMENT_VARIABLE, Mode, resolve_mode
+from h3_kernels.modes import DEFAULT_SCOPE, ENVIRONMENT_VARIABLE, Mode, Scope, eager, resolve_mode
 from torch import Tensor, nn
 
-from h3_adapter_diffusers.bindings import Scope
 from h3_adapter_diffusers.errors import BoundModelError, InstallError, RemoveError
 from h3_adapter_diffusers.graph_binding import GraphBinding
+from h3_adapter_diffusers.group import disagreements
 from h3_adapter_diffusers.linear_binding import LinearBinding
-from h3_adapter_diffusers.method import Clock, KeyRing, Settings
 from h3_adapter_diffusers.overlays import Replacement
-from h3_adapter_diffusers.report import linear_report, title
-from h3_adapter_diffusers.survey import argument_obstacles
-from h3_adapter_diffusers.tensor_parallel import TensorParallel, disagreements
+from h3_adapter_diffusers.report import linear_report
+from h3_adapter_diffusers.settings import Settings
+from h3_adapter_diffusers.tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Handle:
         audit."""
         if isinstance(self._binding, LinearBinding):
             return linear_report(self._model, self._binding, self.settings)
-        report = Report(title(self.settings))
+        report = Report(self.settings.title("training"))
         for name, state in self._binding.nodes():
             report.add(name, state)
         return report
@@ -129,7 +128,7 @@ class Handle:
                 " remove offload, casting and context parallel hooks before the contracts"
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def _before_forward(self, *_: Any) -> None:
         self.settings.clock.forwards += 1
         if self.mode is Mode.STRICT and torch.is_autocast_enabled(next(self._model.parameters()).device.type):
@@ -142,7 +141,7 @@ class Handle:
         self._binding.bind()
         self.settings.clock.inside += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def _after_forward(self, *_: Any) -> None:
         # torch calls this also when a forward was refused before it began.
         self.settings.clock.inside = max(0, self.settings.clock.inside - 1)
@@ -182,7 +181,7 @@ def install_h3_training(
     contract: str = parallel_id(UNITS),
     provider: str = "auto",
     attention: str = "auto",
-    scope: Scope | str = Scope.PROJECTIONS,
+    scope: Scope | str = DEFAULT_SCOPE,
 ) -> Handle:
     """Make a `MiniMaxH3Transformer3DModel` compute the contracts, forward and backward.
 
@@ -201,8 +200,9 @@ def install_h3_training(
         provider: A provider of h3-kernels by name, or "auto".
         attention: In scope `model`, a provider of `h3_kernels.attention_providers` by name, or "auto". On CUDA
             each has its own bits, so name one where the rollout's installation offers another.
-        scope: "linears" for the six linears of every block, "projections" for every linear, "model" for
-            every node. The rollout must be bound to the same.
+        scope: "model" binds every node: the graph of h3-kernels runs in the place of Diffusers' forward.
+            "projections" binds every linear, "linears" the six of every block. The rollout must be bound to the
+            same.
 
     Raises:
         InstallError: With every reason: missing modules, quantised or wrong-dtype weights, foreign sharding
@@ -218,8 +218,6 @@ def install_h3_training(
         provider=provider,
         attention=attention,
         scope=Scope(scope),
-        clock=Clock(),
-        ring=KeyRing(),
     )
     earlier = handle_of(model)
     if earlier is not None:
@@ -232,7 +230,7 @@ def install_h3_training(
         )
     binding = _agreed_binding(model, settings, overlay, tp)
     handle = Handle(model, settings, binding)
-    logger.info("h3 %s on %s", settings.describe(), type(model).__name__)
+    logger.info("h3 contracts bound to %s: %s", type(model).__name__, settings.describe())
     return handle
 
 
@@ -261,7 +259,7 @@ def _agreed_binding(
 def _binding(model: nn.Module, s: Settings, overlay: Overlay | None) -> LinearBinding | GraphBinding:
     if s.mode is Mode.OFF:  # nothing is touched: the linears are only listed
         return LinearBinding(model, dataclasses.replace(s, scope=Scope.PROJECTIONS), ())
-    reasons = argument_obstacles(s.contract, s.attention)
+    reasons = s.obstacles()
     if reasons:
         raise InstallError(reasons)
     if s.scope is Scope.MODEL:

@@ -8,18 +8,19 @@ from typing import Any
 
 import torch
 from h3_kernels.audit import AuditRow
-from h3_kernels.binding import Binding, Bound, External, Refused
+from h3_kernels.binding import Binding, Bound, External, Ran, Refused, Style, served
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
-from h3_kernels.modes import Mode
-from h3_kernels.providers import GemmCall, capability, choose, proof, unknown_provider
+from h3_kernels.modes import Mode, Scope
+from h3_kernels.providers import GemmCall, capability, choose, unknown_provider
 from torch import nn
 
-from h3_adapter_diffusers.bindings import BLOCK_LISTS, Scope, Style
+from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.checkpointing import KeyedCheckpointing
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.lora import ContractLora, is_wrapper, wrapper_obstacle
-from h3_adapter_diffusers.method import ContractForward, Ran, Settings
+from h3_adapter_diffusers.method import ContractForward
+from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
 
 _PROBE_ROWS = 1024  # rows of the call by which providers are chosen before anything is changed
@@ -157,7 +158,7 @@ class LinearBinding:
         if forward.auditor is not None:
             row = forward.auditor.row(site.name)
             return External(f"torch linear; {row.differing} of {row.compared} values differ from {contract}")
-        return bound(contract, gemm_call(site, s, forward.ran), forward.ran.device, s.provider)
+        return served(contract, gemm_call(site, s, forward.ran), forward.ran.device, s.provider)
 
     def _lora(self, site: Site) -> Binding | None:
         if not is_wrapper(site.module):
@@ -182,14 +183,6 @@ def restore(module: nn.Module, ours: object) -> bool:
         return False
     del vars(module)["forward"]
     return True
-
-
-def bound(contract: str, call: GemmCall, device: torch.device, wanted: str) -> Binding:
-    """The provider `choose` gave this call; it remembers its choices, so this is the one that ran."""
-    try:
-        return Bound(contract, choose(call, wanted, device).name, proof(call, wanted, device))
-    except ProviderError as error:
-        return Refused(str(error))
 
 
 def provider_obstacles(sites: list[Site], s: Settings) -> list[str]:

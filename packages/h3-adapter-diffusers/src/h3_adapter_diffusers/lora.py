@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from h3_kernels.binding import Style
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.lora import ColumnStyle, RowStyle, lora_linear
+from h3_kernels.modes import eager
 from torch import Tensor, nn
 
-from h3_adapter_diffusers.bindings import LinearRule, Style
+from h3_adapter_diffusers.bindings import LinearRule
 from h3_adapter_diffusers.errors import BoundModelError
-from h3_adapter_diffusers.method import Settings
+from h3_adapter_diffusers.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class ContractLora:
         self.wrapper: Any = wrapper
         self.settings = settings
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """y [..., N] of x [..., K]. PEFT's per-sample `adapter_names` are refused: a batch has one
         adapter."""

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from h3_kernels.contract import UNITS, parallel_id
 from h3_kernels.logical_keys import LogicalKeys
-from h3_kernels.modes import Mode
+from h3_kernels.modes import Mode, Scope
 from torch import Tensor, nn
 from torch.nn import functional
 
-from h3_adapter_diffusers.bindings import LinearRule, Scope
+from h3_adapter_diffusers.bindings import LinearRule
 from h3_adapter_diffusers.errors import InputError
 from h3_adapter_diffusers.lora import LoraTerm, active_terms, add_term, is_wrapper
-from h3_adapter_diffusers.method import Clock, KeyRing, Settings
+from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site, find_sites
 
 SLACK = 1.01
@@ -113,7 +113,14 @@ def lora_gate(
             " them, and the model must not be installed in scope 'model'"
         )
     settings = Settings(
-        Mode.STRICT, contract, 1, 0, None, provider, "auto", Scope.PROJECTIONS, Clock(), KeyRing()
+        mode=Mode.STRICT,
+        scope=Scope.PROJECTIONS,
+        contract=contract,
+        provider=provider,
+        attention="auto",
+        tp=1,
+        rank=0,
+        collective=None,
     )
     return GateReport(tuple(row for site in sites for row in _rows(site, seen[site.name], settings, seed)))
 

@@ -7,91 +7,21 @@ composes; a hook installed later wraps this callable.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from h3_kernels.audit import Auditor, sampled_rows
-from h3_kernels.collectives import Collective
-from h3_kernels.logical_keys import LogicalKeys
-from h3_kernels.modes import Mode
+from h3_kernels.binding import Ran, Style
+from h3_kernels.modes import Mode, eager
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from h3_adapter_diffusers.bindings import LinearRule, Scope, Style
+from h3_adapter_diffusers.bindings import LinearRule
 from h3_adapter_diffusers.errors import BoundModelError
-
-
-@dataclass(slots=True)
-class Clock:
-    """Forwards of the model since the install; linears stamp it when they run."""
-
-    forwards: int = 0
-    inside: int = 0
-    """Forwards of the model that have begun and not ended."""
-
-
-@dataclass(slots=True)
-class KeyRing:
-    """The logical keys in force, by row set; empty when rows are taken in the order given."""
-
-    keys: Mapping[str, LogicalKeys] = field(default_factory=dict)
-    depth: int = 0
-    """Blocks of `using` that are open."""
-    used: bool = False
-    """Whether any forward had keys."""
-
-    @contextmanager
-    def using(self, keys: Mapping[str, LogicalKeys]) -> Iterator[None]:
-        """Put `keys` in force for the duration of the block."""
-        before, self.keys = self.keys, keys
-        self.depth += 1
-        self.used = self.used or bool(keys)
-        try:
-            yield
-        finally:
-            self.keys = before
-            self.depth -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What all bound linears of a model share."""
-
-    mode: Mode
-    contract: str
-    """Row-parallel contract id."""
-    tp: int
-    rank: int
-    collective: Collective | None
-    provider: str
-    attention: str
-    """Provider of the attention forward, in scope `model`."""
-    scope: Scope
-    clock: Clock
-    ring: KeyRing
-
-    def describe(self) -> str:
-        """The arguments of the install, for messages."""
-        return (
-            f"mode={self.mode}, scope={self.scope}, contract={self.contract}, tp={self.tp},"
-            f" provider={self.provider}, attention={self.attention}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """The last call of a bound linear, as read back by the report."""
-
-    forward: int
-    rows: int
-    device: torch.device
-    k_contiguous: bool
+from h3_adapter_diffusers.settings import Settings
 
 
 class ContractForward:
@@ -106,8 +36,7 @@ class ContractForward:
         self.auditor = Auditor() if settings.mode is Mode.AUDIT else None
         self.ran: Ran | None = None
 
-    # The ops are opaque to the compiler anyway; traced, `ran` would be written only once.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @eager  # the ops are opaque to the compiler anyway; traced, `ran` would be written only once
     def __call__(self, x: Tensor) -> Tensor:
         """y [..., N] of x [..., K]: the contract's (strict) or Diffusers' (audit)."""
         weight, bias = self._parameters()

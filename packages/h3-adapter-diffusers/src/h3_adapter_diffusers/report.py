@@ -16,7 +16,7 @@ from h3_adapter_diffusers.bindings import (
     EXTERNAL_IN_REFINER,
 )
 from h3_adapter_diffusers.linear_binding import LinearBinding
-from h3_adapter_diffusers.method import Settings
+from h3_adapter_diffusers.settings import Settings
 
 
 def linear_report(model: nn.Module, binding: LinearBinding, s: Settings) -> Report:
@@ -24,16 +24,11 @@ def linear_report(model: nn.Module, binding: LinearBinding, s: Settings) -> Repo
 
     A linear is Bound only if it ran our callable in the model's last forward; otherwise the reason is given.
     """
-    report = Report(title(s))
+    report = Report(s.title("training"))
     nodes = [*((name, External(operator)) for name, operator in _external(model)), *binding.nodes()]
     for name, state in sorted(nodes, key=lambda node: _place(node[0])):
         report.add(name, state)
     return report
-
-
-def title(s: Settings) -> str:
-    """First line of a report."""
-    return f"h3 training, {s.describe()} rank {s.rank}, {s.clock.forwards} forwards"
 
 
 def _external(model: Any) -> Iterator[tuple[str, str]]:

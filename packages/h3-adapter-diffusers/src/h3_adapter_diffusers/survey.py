@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from h3_kernels import attention_providers
-from h3_kernels.contract import Rejected, legality, parse_parallel_id
+from h3_kernels.binding import Style, differing_dtypes, dtype_reasons
+from h3_kernels.contract import Rejected, legality
 from h3_mapper import H3Config, Layout, tensors
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -23,13 +23,11 @@ from h3_adapter_diffusers.bindings import (
     IN_BLOCK,
     QKV,
     LinearRule,
-    Style,
 )
 from h3_adapter_diffusers.errors import InstallError
 from h3_adapter_diffusers.lora import is_wrapper, wrapper_obstacle
 
 _DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
-_SHOWN = 13  # tensor names per reason: the checkpoint's twelve fp32 tensors and rope.inv_freq
 _LOAD = "load with from_pretrained(torch_dtype=torch.bfloat16), which keeps the fp32 tensors, and call no .to(dtype)"
 
 
@@ -93,19 +91,6 @@ def find_sites(model: nn.Module) -> list[Site]:
     if missing:
         raise InstallError(missing)
     return sites
-
-
-def argument_obstacles(contract: str, attention: str) -> list[str]:
-    """Names that no model could be installed with, one line each; empty if there is none."""
-    reasons = []
-    try:
-        parse_parallel_id(contract)
-    except ValueError as error:
-        reasons.append(str(error))
-    known = ("auto", *(provider.name for provider in attention_providers.registered()))
-    if attention not in known:
-        reasons.append(f"no attention provider is named {attention!r}; known: {', '.join(known)}")
-    return reasons
 
 
 def obstacles(model: nn.Module, sites: list[Site], *, contract: str, tp: int) -> list[str]:
@@ -201,22 +186,5 @@ def _of_dtypes(model: Any) -> Iterator[str]:
     held = {name.replace(".base_layer", ""): p.dtype for name, p in model.named_parameters()}
     held |= {name: buffer.dtype for name, buffer in model.named_buffers()}
     whole = dict.fromkeys(table, torch.float32)
-    for (now, expected), names in min((_differing(held, t) for t in (table, whole)), key=_size).items():
-        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        shown = ", ".join(names[:_SHOWN])
-        yield f"{shown}{more}: {'is' if len(names) == 1 else 'are'} {now}, expected {expected}; {_LOAD}"
-
-
-_Differing = dict[tuple[torch.dtype, torch.dtype], list[str]]
-
-
-def _differing(held: Mapping[str, torch.dtype], expected: Mapping[str, torch.dtype]) -> _Differing:
-    found: _Differing = {}
-    for name, dtype in expected.items():
-        if held.get(name, dtype) != dtype:
-            found.setdefault((held[name], dtype), []).append(name)
-    return found
-
-
-def _size(differing: _Differing) -> int:
-    return sum(len(names) for names in differing.values())
+    found = min((differing_dtypes(held, t) for t in (table, whole)), key=lambda d: sum(map(len, d.values())))
+    yield from (f"{reason}; {_LOAD}" for reason in dtype_reasons(found))

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from h3_kernels.binding import Style
 from h3_kernels.collectives import Collective, TorchDistributedCollective
 from h3_kernels.contract import TP_DEGREES
 from torch import Tensor, nn
 
-from h3_adapter_diffusers.bindings import LinearRule, Style
+from h3_adapter_diffusers.bindings import LinearRule
 from h3_adapter_diffusers.errors import InstallError
 from h3_adapter_diffusers.lora import is_wrapper
 
@@ -69,21 +69,6 @@ def shard(model: nn.Module, group: Any = None, *, form: Any = "gather") -> Tenso
         attention.heads //= size
         attention.inner_dim //= size
     return TensorParallel(size, rank, collective, group)
-
-
-def disagreements(tp: TensorParallel | None, settings: str, reasons: list[str]) -> list[str]:
-    """What keeps other ranks of the group from installing, or from installing the same. Every rank must call
-    this."""
-    if tp is None or tp.size == 1:
-        return []
-    stated: list[tuple[str, list[str]]] = [("", [])] * tp.size
-    dist.all_gather_object(stated, (settings, reasons), group=tp.group)
-    found = [
-        f"rank {rank} states {other}, rank {tp.rank} {settings}"
-        for rank, (other, _) in enumerate(stated)
-        if other != settings
-    ]
-    return found + [f"rank {r}: {why[0]}" for r, (_, why) in enumerate(stated) if why and r != tp.rank]
 
 
 def local_shard(weight: Tensor, rule: LinearRule, size: int, rank: int) -> Tensor:

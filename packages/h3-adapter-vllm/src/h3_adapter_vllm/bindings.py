@@ -5,34 +5,10 @@ minimax_h3_transformer.py``). Every other module of this package reads these tab
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Final, NoReturn
+from typing import Final
 
-from h3_kernels.contract import PROJECTION
-
-
-class Style(StrEnum):
-    """How tensor parallelism cuts a linear."""
-
-    COLUMN = "column"
-    """Each rank holds some of the output features of every row block."""
-    ROW = "row"
-    """Each rank holds a contiguous K range; the partial sums are reduced."""
-
-
-class Scope(StrEnum):
-    """How much of the model is bound; each contains the one before."""
-
-    LINEARS = "linears"
-    """qkv_proj, out_proj, fc1 and fc2 of every block: 208 linears of the release."""
-    PROJECTIONS = "projections"
-    """Every linear: also the patch, text, time, AdaLN and output projections, 58 more."""
-    MODEL = "model"
-    """Every node: the graph of h3-kernels runs in the place of the engine's forward."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> NoReturn:
-        raise ValueError(f"{value!r} is not a scope; expected {', '.join(cls)}")
+from h3_kernels.binding import Style
+from h3_kernels.modes import Scope
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +25,7 @@ class LinearRule:
 
     def contract(self, row_parallel: str) -> str:
         """Contract id of this linear when row-parallel linears use ``row_parallel``."""
-        return row_parallel if self.style is Style.ROW else PROJECTION
+        return self.style.contract(row_parallel)
 
     def within(self, scope: Scope) -> bool:
         """Whether ``scope`` binds it."""

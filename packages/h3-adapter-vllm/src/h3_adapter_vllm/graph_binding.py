@@ -13,18 +13,17 @@ from typing import Any
 import torch
 from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow, sampled_rows
-from h3_kernels.binding import Binding, Bound, External, Refused
+from h3_kernels.binding import Binding, Bound, External, Ran, Refused
 from h3_kernels.graph import DiTConfig, ModuleWeights, Node, PackedDiT, PackedInputs, Ulysses, vllm_inputs
 from h3_kernels.lora import LoraSlice, lora_slices
-from h3_kernels.modes import Mode
+from h3_kernels.modes import Mode, Scope, eager
 from torch import Tensor, nn
 
-from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import BoundModelError
 from h3_adapter_vllm.graph_call import attention_provider, check_call, masked
 from h3_adapter_vllm.lora import active_slices, lora_style
 from h3_adapter_vllm.report import bound_linear, bound_lora
-from h3_adapter_vllm.settings import Ran, Settings, eager, plain
+from h3_adapter_vllm.settings import Settings, plain
 from h3_adapter_vllm.survey import Site, find_sites
 
 Outputs = tuple[Tensor, ...]
@@ -94,7 +93,7 @@ class GraphBinding:
 
     def _provider(self, node: Node) -> str:
         if node.op == "attention":
-            return attention_provider(self._model, self._settings.tp, self._record.device)
+            return attention_provider(self._model, self._settings, self._record.device)
         return "written order" if self._record.device.type == "cpu" else "h3_kernels.nodes"
 
     @eager
@@ -128,6 +127,7 @@ class GraphBinding:
             collective=s.collective,
             contract=s.contract,
             provider=s.provider,
+            attention=s.attention,
             sequence=self._sequence(),
             overlay=dict(self._lora_terms()),
             tracer=self._record,

@@ -11,12 +11,13 @@ from h3_kernels.errors import ProviderError
 from torch import Tensor
 
 from h3_adapter_vllm.errors import BoundModelError
+from h3_adapter_vllm.settings import Settings
 
 OPTIONAL = frozenset({"update_audio_mask", "skip_mask_out_condition", "video_token_layout", "rope_table"})
 """Keywords of the engine's forward that may be absent."""
 
 
-def graph_obstacles(model: Any, tp: int) -> Iterator[str]:
+def graph_obstacles(model: Any, settings: Settings) -> Iterator[str]:
     """Reasons not to replace the model's forward, beside those of its linears."""
     if "forward" in vars(model):
         yield "the model's forward is patched on the instance (offload or another install); remove that first"
@@ -27,18 +28,18 @@ def graph_obstacles(model: Any, tp: int) -> Iterator[str]:
         if int(getattr(parallel, kind, 1)) != 1:
             yield f"{kind}={getattr(parallel, kind)}: the graph knows Ulysses; use ulysses_degree"
     try:
-        attention_provider(model, tp, model.blocks[0].norm1.weight.device)
+        attention_provider(model, settings, model.blocks[0].norm1.weight.device)
     except ProviderError as error:
         yield str(error)
 
 
-def attention_provider(model: Any, tp: int, device: torch.device) -> str:
+def attention_provider(model: Any, settings: Settings, device: torch.device) -> str:
     """Name of what attends in the graph on ``device``. Raises ProviderError if nothing may."""
     if device.type == "cpu":
         return "written order"
-    heads = model.arch.num_attention_heads // tp // int(model.parallel_config.ulysses_degree)
+    heads = model.arch.num_attention_heads // settings.tp // int(model.parallel_config.ulysses_degree)
     sample = torch.empty(0, heads, model.arch.attention_head_dim, dtype=torch.bfloat16, device=device)
-    return choose(AttentionCall.of(sample), "auto", device).name
+    return choose(AttentionCall.of(sample), settings.attention, device).name
 
 
 def check_call(kwargs: Mapping[str, Any]) -> None:

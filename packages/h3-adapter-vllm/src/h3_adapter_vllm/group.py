@@ -35,24 +35,21 @@ def join_group(settings: Settings, device: torch.device, reasons: list[str]) -> 
         check_collective(collective, settings.tp, settings.rank, units)
     except (CollectiveError, ValueError) as error:
         return settings, reasons or [str(error)]
-    return replace(settings, collective=collective), reasons + list(
-        _disagreements(settings, collective, device, refused=bool(reasons))
-    )
+    settings = replace(settings, collective=collective)
+    return settings, reasons + list(_disagreements(settings, collective, device, refused=bool(reasons)))
 
 
 def _default_collective() -> Collective:
-    """Over vLLM's own tp group; the form that sends least at the row counts of a denoise step."""
+    """Over vLLM's own tp group; the form follows the size of each call."""
     group = get_tp_group()
     on_cpu = current_platform.is_cpu()
-    return TorchDistributedCollective(group.cpu_group if on_cpu else group.device_group, form="scatter")
+    return TorchDistributedCollective(group.cpu_group if on_cpu else group.device_group)
 
 
 def _disagreements(
     settings: Settings, collective: Collective, device: torch.device, *, refused: bool
 ) -> Iterator[str]:
-    form = getattr(collective, "form", type(collective).__name__)
-    installs = f"mode {settings.mode}, scope {settings.scope}, {settings.contract}, collective form {form}"
-    stated = REFUSED if refused else installs
+    stated = REFUSED if refused else settings.describe()
     mine = torch.tensor(list(_digest(stated)), dtype=torch.uint8, device=device)
     theirs = collective.all_gather_rows(mine.unsqueeze(0), settings.tp).tolist()
     for rank, row in enumerate(theirs):

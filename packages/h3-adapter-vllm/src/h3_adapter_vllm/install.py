@@ -10,24 +10,24 @@ from types import TracebackType
 from typing import Any, Self
 
 from h3_kernels.audit import AuditRow
-from h3_kernels.binding import Report
+from h3_kernels.binding import Ran, Report
 from h3_kernels.collectives import Collective
-from h3_kernels.contract import UNITS, parallel_id, parse_parallel_id
+from h3_kernels.contract import UNITS, parallel_id
 from h3_kernels.errors import ProviderError
-from h3_kernels.modes import ENVIRONMENT_VARIABLE, Mode, resolve_mode
+from h3_kernels.modes import DEFAULT_SCOPE, ENVIRONMENT_VARIABLE, Mode, Scope, eager, resolve_mode
 from h3_kernels.providers import choose, unknown_provider
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from h3_adapter_vllm.bindings import Scope
 from h3_adapter_vllm.errors import InstallError, RemoveError
 from h3_adapter_vllm.graph_binding import GraphBinding
 from h3_adapter_vllm.graph_call import graph_obstacles
 from h3_adapter_vllm.group import join_group
 from h3_adapter_vllm.linear_binding import LinearBinding
 from h3_adapter_vllm.report import gemm_call
-from h3_adapter_vllm.settings import Clock, Ran, Settings, eager
+from h3_adapter_vllm.settings import Settings
 from h3_adapter_vllm.survey import Site, find_sites, obstacles
+from h3_adapter_vllm.weights import tensor_obstacles
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +58,18 @@ class Handle:
 
     @property
     def linears(self) -> dict[str, Any]:
-        """The engine's layers that hold a contract method, by name in the bare model; none in strict scope "model"."""
+        """The engine's layers that hold a contract method, by name in the bare model."""
         return {
             n: s.layer for b in self._bindings if isinstance(b, LinearBinding) for n, s in b.sites.items()
         }
 
     def report(self) -> Report:
         """Every node as Bound, External or Refused, read back from the last forward. Waits for the device in audit."""
-        report = Report(f"h3 rollout, {self.settings.describe()}, {self.settings.clock.forwards} forwards")
-        for binding in self._bindings:
+        report = Report(self.settings.title("rollout"))
+        bindings = self._bindings
+        if self.mode is Mode.STRICT and self.settings.scope is Scope.MODEL:
+            bindings = bindings[1:]  # the graph computes the linears too
+        for binding in bindings:
             for name, state in binding.nodes():
                 report.add(name, state)
         return report
@@ -130,9 +133,10 @@ def install_h3_rollout(
     tp: int | None = None,
     contract: str = parallel_id(UNITS),
     provider: str = "auto",
-    scope: Scope | str = Scope.LINEARS,
+    attention: str = "auto",
+    scope: Scope | str = DEFAULT_SCOPE,
 ) -> Handle:
-    """Bind every ``attn.qkv_proj``, ``attn.out_proj``, ``mlp.fc1`` and ``mlp.fc2`` of ``model`` to its contract.
+    """Make a vLLM-Omni ``MiniMaxH3DiTModel`` compute the contracts.
 
     Nothing is changed unless everything can be bound. Installing again with the same arguments returns the same
     handle. The weights may change afterwards (``load_weights`` again, weight sync): they are read at every call. At
@@ -148,8 +152,11 @@ def install_h3_rollout(
         contract: Row-parallel contract id, "h3-parallel-v1-u8" unless a cheaper promise is enough. The trainer must
             state the same.
         provider: A provider of h3-kernels by name, or "auto".
-        scope: "linears"; "projections" binds every other linear of the model too; "model" runs the whole graph of
-            h3-kernels in the place of the engine's forward.
+        attention: In scope "model", a provider of ``h3_kernels.attention_providers`` by name, or "auto". On CUDA each
+            has its own bits, so name one where the trainer's installation offers another.
+        scope: "model" binds every node: the graph of h3-kernels runs in the place of the engine's forward.
+            "projections" binds every linear, "linears" ``attn.qkv_proj``, ``attn.out_proj``, ``mlp.fc1`` and
+            ``mlp.fc2`` of every block. The trainer must be bound to the same.
 
     Raises:
         InstallError: With every reason: missing modules, quantised, packed or wrong-dtype weights, an unsupported tp or
@@ -162,15 +169,25 @@ def install_h3_rollout(
     degree = tp if tp is not None else sites[0].layer.tp_size if sites else 1
     rank = sites[0].layer.tp_rank if sites else 0
     group = collective if degree > 1 else None
-    settings = Settings(mode, contract, degree, rank, group, provider, scope, Clock())
+    settings = Settings(
+        mode=mode,
+        scope=scope,
+        contract=contract,
+        provider=provider,
+        attention=attention,
+        tp=degree,
+        rank=rank,
+        collective=group,
+    )
     if mode is Mode.OFF:
         return Handle(model, [LinearBinding(model, [], settings)], settings)
     earlier = _earlier(model, sites, settings)
     if earlier is not None:
         return earlier
-    reasons = _contract_obstacles(contract) or obstacles(sites, contract=contract, tp=degree)
+    reasons = settings.obstacles() or obstacles(sites, contract=contract, tp=degree)
     reasons = reasons or _provider_obstacles(sites, settings)
-    reasons += graph_obstacles(model, degree) if scope is Scope.MODEL and not reasons else []
+    if scope is Scope.MODEL and not reasons:
+        reasons = [*tensor_obstacles(model), *graph_obstacles(model, settings)]
     settings, reasons = join_group(settings, sites[0].layer.weight.device, reasons)
     if reasons:
         raise InstallError(reasons)
@@ -181,10 +198,9 @@ def install_h3_rollout(
 
 
 def _bindings(model: nn.Module, sites: list[Site], settings: Settings) -> list[LinearBinding | GraphBinding]:
-    """Audit of a whole model also audits its linears; strict runs the graph alone."""
-    bindings: list[LinearBinding | GraphBinding] = []
-    if settings.scope is not Scope.MODEL or settings.mode is Mode.AUDIT:
-        bindings.append(LinearBinding(model, sites, settings))
+    """Scope ``model`` binds the linears too: a module that is called by itself computes the contract all the same, and
+    the engine packs no weight away under the graph."""
+    bindings: list[LinearBinding | GraphBinding] = [LinearBinding(model, sites, settings)]
     if settings.scope is Scope.MODEL:
         bindings.append(GraphBinding(model, settings))
     return bindings
@@ -211,15 +227,6 @@ def _earlier(model: nn.Module, sites: list[Site], settings: Settings) -> Handle 
             [f"half installed: {lost[0]} was replaced after the install; remove() the earlier handle first"]
         )
     return handle
-
-
-def _contract_obstacles(contract: str) -> list[str]:
-    """One line if there is no such contract, whatever the model."""
-    try:
-        parse_parallel_id(contract)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _provider_obstacles(sites: list[Site], settings: Settings) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from h3_kernels.audit import AuditRow
-from h3_kernels.binding import Binding
+from h3_kernels.binding import Binding, Style
 from torch import nn
 
-from h3_adapter_vllm.bindings import Style
 from h3_adapter_vllm.lora import SEAM
 from h3_adapter_vllm.method import ContractMethod
 from h3_adapter_vllm.report import linear_nodes
@@ -17,10 +17,15 @@ from h3_adapter_vllm.survey import Site
 
 
 class LinearBinding:
-    """The linears of one model, bound. :meth:`bind` once, :meth:`restore` once."""
+    """The linears of one model, bound. :meth:`bind` once, :meth:`restore` once.
+
+    While AdaLN projections are bound, the engine's cache of their outputs is off: it does not see weights written
+    through ``param.data``, as vLLM's own loaders and a weight sync write them, and would go on serving the old ones.
+    """
 
     def __init__(self, model: nn.Module, sites: list[Site], settings: Settings) -> None:
-        self._model = model
+        self._model: Any = model
+        self._cache_bytes: int | None = None
         self._settings = settings
         self._reduces: dict[str, bool] = {}
         self.sites = {site.name: site for site in sites}
@@ -32,11 +37,16 @@ class LinearBinding:
             if site.rule.style is Style.ROW:
                 self._reduces[name] = site.layer.reduce_results
                 site.layer.reduce_results = False
+        if any(name.endswith("adaln_proj.linear") for name in self.sites):
+            self._cache_bytes, self._model.adaln_cache.max_bytes = self._model.adaln_cache.max_bytes, 0
         SEAM.acquire()
 
     def restore(self) -> list[str]:
         """Undo :meth:`bind`; the names of linears that something else changed since, which are left alone."""
         SEAM.release()
+        if self._cache_bytes is not None:
+            self._model.adaln_cache.max_bytes = self._cache_bytes
+            self._model.adaln_cache.clear()
         return [name for name, site in self.sites.items() if not self._restore(name, site)]
 
     def lost(self) -> list[str]:

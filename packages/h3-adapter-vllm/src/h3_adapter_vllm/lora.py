@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from h3_kernels.lora import ColumnStyle, LoraSlice, RowStyle
+from h3_kernels.binding import Style
+from h3_kernels.lora import ColumnStyle, LoraSlice, LoraStyle, RowStyle
 from torch import Tensor
 from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
-from h3_adapter_vllm.bindings import LinearRule, Style
+from h3_adapter_vllm.bindings import LinearRule
 from h3_adapter_vllm.errors import BoundModelError
 from h3_adapter_vllm.settings import Settings
 
@@ -48,7 +49,7 @@ def active_slices(wrapper: Any) -> list[LoraSlice]:
     return found
 
 
-def lora_style(rule: LinearRule, settings: Settings) -> ColumnStyle | RowStyle:
+def lora_style(rule: LinearRule, settings: Settings) -> LoraStyle:
     """How the term of a linear of ``rule`` is sharded and summed."""
     s = settings
     if rule.style is Style.COLUMN:

@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from h3_kernels.audit import Auditor, sampled_rows
+from h3_kernels.binding import Ran, Style
 from h3_kernels.lora import lora_slices
-from h3_kernels.modes import Mode
+from h3_kernels.modes import Mode, eager
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.linear import LinearMethodBase
 
-from h3_adapter_vllm.bindings import LinearRule, Style
+from h3_adapter_vllm.bindings import LinearRule
 from h3_adapter_vllm.lora import ENGINE_APPLY, active_slices, lora_style
-from h3_adapter_vllm.settings import Ran, Settings, eager, plain
+from h3_adapter_vllm.settings import Settings, plain
 
 
 class ContractMethod(LinearMethodBase):  # type: ignore[misc]  # vLLM has no type stubs

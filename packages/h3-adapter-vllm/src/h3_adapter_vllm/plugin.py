@@ -5,8 +5,9 @@ model. The environment decides:
 
 ==============  ====================================================================================================
 H3_MODE         strict or audit; unset, empty or off: nothing happens
-H3_SCOPE        linears (default), projections or model
+H3_SCOPE        model (default), projections or linears
 H3_CONTRACT     row-parallel contract id (default h3-parallel-v1-u8)
+H3_ATTENTION    provider of attention in scope model (default auto)
 H3_REPORT       a folder: after its first forward each transformer's report is written there as JSON, one file a rank
 ==============  ====================================================================================================
 
@@ -26,7 +27,7 @@ from h3_kernels.modes import Mode, resolve_mode
 if TYPE_CHECKING:
     from torch import nn
 
-ARGUMENTS = {"H3_SCOPE": "scope", "H3_CONTRACT": "contract"}
+ARGUMENTS = {"H3_SCOPE": "scope", "H3_CONTRACT": "contract", "H3_ATTENTION": "attention"}
 REPORT = "H3_REPORT"
 _WRAPPED = "_h3_wrapped"
 

@@ -7,19 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from h3_kernels.binding import Binding, Bound, External, Refused
+from h3_kernels.binding import Binding, Bound, External, Ran, Refused, Style, served
 from h3_kernels.contract import parse_parallel_id
 from h3_kernels.errors import ProviderError
 from h3_kernels.lora import LoraSlice
-from h3_kernels.providers import GemmCall, choose, proof
+from h3_kernels.providers import GemmCall, capability, choose
 from torch import nn
 from vllm.lora.layers import BaseLayerWithLoRA
-from vllm.platforms import current_platform
 
-from h3_adapter_vllm.bindings import EngineNode, Style
+from h3_adapter_vllm.bindings import EngineNode
 from h3_adapter_vllm.lora import active_slices
 from h3_adapter_vllm.method import ContractMethod
-from h3_adapter_vllm.settings import Ran, Settings
+from h3_adapter_vllm.settings import Settings
 from h3_adapter_vllm.survey import Site, forward_nodes, module_at
 
 
@@ -80,15 +79,9 @@ def _linear(layer: Any, site: Site, settings: Settings) -> Binding:
 
 
 def bound_linear(site: Site, settings: Settings, ran: Ran) -> Binding:
-    """The provider ``choose`` gave the call ``ran``; it remembers its choices, so this is the one that ran."""
-    call = gemm_call(site, settings, ran)
-    try:
-        provider = choose(call, settings.provider, ran.device)
-    except ProviderError as error:
-        return Refused(str(error))
-    return Bound(
-        site.rule.contract(settings.contract), provider.name, proof(call, settings.provider, ran.device)
-    )
+    """What served the call ``ran``."""
+    contract = site.rule.contract(settings.contract)
+    return served(contract, gemm_call(site, settings, ran), ran.device, settings.provider)
 
 
 def bound_lora(site: Site, slices: Sequence[LoraSlice], settings: Settings, ran: Ran) -> Binding:
@@ -109,7 +102,6 @@ def gemm_call(site: Site, settings: Settings, ran: Ran) -> GemmCall:
     reduced = site.rule.style is Style.ROW and settings.tp > 1
     n, k = site.layer.weight.shape
     dtype = site.layer.weight.dtype
-    capability = current_platform.get_device_capability() if ran.device.type == "cuda" else None
     return GemmCall(
         m=ran.rows,
         n=n,
@@ -121,5 +113,5 @@ def gemm_call(site: Site, settings: Settings, ran: Ran) -> GemmCall:
         b_layout="k",
         has_bias=site.layer.bias is not None and not reduced,
         device_type=ran.device.type,
-        capability=None if capability is None else (capability.major, capability.minor),
+        capability=capability(ran.device),
     )

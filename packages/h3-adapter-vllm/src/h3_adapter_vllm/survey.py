@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from h3_kernels.binding import Style
 from h3_kernels.contract import Rejected, legality
+from h3_kernels.modes import Scope
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config_or_none
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm_omni.diffusion.lora.layers import DiffusionBaseLinearLayerWithLoRA
 
-from h3_adapter_vllm.bindings import FORWARD, LinearRule, Node, Scope, Style
+from h3_adapter_vllm.bindings import FORWARD, LinearRule, Node
 from h3_adapter_vllm.errors import InstallError
 from h3_adapter_vllm.method import ContractMethod
 
@@ -101,6 +103,7 @@ def _of_site(site: Site, contract: str, tp: int) -> Iterator[str]:
         yield f"quant method {kind}: the contracts cover unquantised weights, load the bf16 checkpoint"
     else:
         yield from _of_weight(getattr(layer, "weight", None), site.rule.dtype)
+        yield from _of_bias(layer.bias, site.rule.dtype)
     if "forward" in vars(layer):
         yield "its forward is patched on the instance, so the quant method may not run; remove that patch first"
     if site.wrapper is not None:
@@ -120,6 +123,11 @@ def _of_weight(weight: Any, dtype: str) -> Iterator[str]:
         yield "weight is a DTensor: the contracts read whole local shards, so HSDP must be off"
     elif str(weight.dtype) != f"torch.{dtype}":
         yield f"weight is {weight.dtype}, expected torch.{dtype}"
+
+
+def _of_bias(bias: Any, dtype: str) -> Iterator[str]:
+    if bias is not None and str(bias.dtype) != f"torch.{dtype}":
+        yield f"bias is {bias.dtype}, expected torch.{dtype} like the weight"
 
 
 def _of_wrapper(wrapper: Any, dtype: str) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h3_kernels.binding import differing_dtypes, dtype_reasons
 from h3_mapper.config import H3Config
 from h3_mapper.errors import listed
 from h3_mapper.identify import identified
@@ -78,6 +79,16 @@ def model_config(model: Any) -> H3Config:
 def live_tensors(model: Any) -> dict[str, Tensor]:
     """Parameters and persistent buffers by their names in the bare model, without LoRA wrappers."""
     return {name.replace(".base_layer.", "."): t for name, t in model.state_dict(keep_vars=True).items()}
+
+
+def tensor_obstacles(model: Any) -> Iterator[str]:
+    """Tensors of the engine, norms and biases included, in another dtype than the checkpoint's, one line a dtype."""
+    specs = shard_specs(
+        model_config(model), Layout.MODULE, module_at(model, "blocks.0.attn.qkv_proj").tp_size
+    )
+    held = {name: tensor.dtype for name, tensor in live_tensors(model).items()}
+    expected = {spec.name: DTYPES[spec.dtype] for spec in specs}
+    yield from dtype_reasons(differing_dtypes(held, expected))
 
 
 def _check_live(live: Mapping[str, Tensor], config: H3Config, tp: int) -> None:

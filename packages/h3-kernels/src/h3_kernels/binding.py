@@ -1,9 +1,34 @@
-"""What an installed adapter did with each node: bound, external or refused. Needs no torch."""
+"""What an installed adapter did with each node: bound, external or refused. Importing it imports no torch."""
+
+from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from h3_kernels.contract import PROJECTION
+
+if TYPE_CHECKING:
+    import torch
+
+    from h3_kernels.providers import GemmCall
+
+_SHOWN = 13  # tensor names in one reason: the checkpoint's twelve fp32 tensors and rope.inv_freq
+
+
+class Style(StrEnum):
+    """How tensor parallelism cuts a linear, and so which contract it computes."""
+
+    COLUMN = "column"
+    """Each rank holds some of the output features of every row block."""
+    ROW = "row"
+    """Each rank holds a contiguous K range; the partial sums are reduced."""
+
+    def contract(self, row_parallel: str) -> str:
+        """Contract id of such a linear when row-parallel linears use ``row_parallel``."""
+        return row_parallel if self is Style.ROW else PROJECTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +88,47 @@ class Refused:
 
 
 Binding = Bound | External | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """The last call of a bound linear, as read back by the report."""
+
+    forward: int
+    """Number of the model's forward since the install."""
+    rows: int
+    device: torch.device
+    k_contiguous: bool
+
+
+def served(contract: str, call: GemmCall, device: torch.device, wanted: str) -> Binding:
+    """What served ``call``: ``choose`` remembers what it chose for it, so this is the provider that ran."""
+    from h3_kernels.errors import ProviderError
+    from h3_kernels.providers import choose, proof
+
+    try:
+        return Bound(contract, choose(call, wanted, device).name, proof(call, wanted, device))
+    except ProviderError as error:
+        return Refused(str(error))
+
+
+def differing_dtypes(
+    held: Mapping[str, object], expected: Mapping[str, object]
+) -> dict[tuple[object, object], list[str]]:
+    """(dtype held, dtype expected) -> the tensors for which the two differ; tensors that are not held are left out."""
+    found: dict[tuple[object, object], list[str]] = {}
+    for name, dtype in expected.items():
+        if held.get(name, dtype) != dtype:
+            found.setdefault((held[name], dtype), []).append(name)
+    return found
+
+
+def dtype_reasons(found: Mapping[tuple[object, object], list[str]]) -> Iterator[str]:
+    """What ``differing_dtypes`` found, one line a pair of dtypes."""
+    for (now, wanted), names in found.items():
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        verb = "is" if len(names) == 1 else "are"
+        yield f"{', '.join(names[:_SHOWN])}{more}: {verb} {now}, expected {wanted}"
 
 
 @dataclass(slots=True)

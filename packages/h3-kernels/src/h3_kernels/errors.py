@@ -1,4 +1,7 @@
-"""Errors of h3-kernels. Each message is one line: what is wrong, where, what was expected, what to do."""
+"""Errors of h3-kernels, and those both adapters raise. Each message is one line: what is wrong, where, what was
+expected, what to do."""
+
+from collections.abc import Sequence
 
 
 class H3KernelsError(Exception):
@@ -31,3 +34,28 @@ class SessionError(H3KernelsError, RuntimeError):
 
 class ModeError(H3KernelsError, ValueError):
     """A mode that is not one of off, strict and audit."""
+
+
+class H3AdapterError(Exception):
+    """Base class of every error an adapter raises on purpose."""
+
+
+class InstallError(H3AdapterError, ValueError):
+    """The contracts cannot be put behind this model; nothing was changed.
+
+    Attributes:
+        reasons: One line per obstacle, in module order.
+    """
+
+    def __init__(self, reasons: Sequence[str]) -> None:
+        self.reasons = tuple(reasons)
+        shown = [*self.reasons[:8], f"and {len(reasons) - 8} more"] if len(reasons) > 8 else self.reasons
+        super().__init__("cannot install the h3 contracts: " + "; ".join(shown))
+
+
+class RemoveError(H3AdapterError, RuntimeError):
+    """Something else was put over what an install had bound; everything still ours was restored."""
+
+
+class BoundModelError(H3AdapterError, RuntimeError):
+    """An installed model was changed, or called, in a way its binding does not cover; nothing was computed."""

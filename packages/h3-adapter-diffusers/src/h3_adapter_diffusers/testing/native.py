@@ -17,7 +17,12 @@ from h3_adapter_diffusers.weights import native_names
 
 
 def native_inputs(
-    requests: Sequence[Request], *, video_t: float = 0.7, audio_t: float = 0.3, padding: int = 0
+    requests: Sequence[Request],
+    *,
+    video_t: float = 0.7,
+    audio_t: float = 0.3,
+    padding: int = 0,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Keyword arguments of one native forward over `requests` packed in order, then `padding` empty rows.
 
@@ -44,7 +49,7 @@ def native_inputs(
         x[0, places["video"][-1]], audio_x[0, places["audio"][-1]] = request.video, request.audio
     unique, inverse = torch.unique(timesteps, sorted=True, return_inverse=True)
     where = {name: {"position_ids": torch.cat(rows)} for name, rows in places.items()}
-    return {
+    inputs = {
         "x": x,
         "audio_x": audio_x,
         "img_position_ids": positions,
@@ -64,6 +69,18 @@ def native_inputs(
         },
         "refiner_packed_seq_params": _documents(_bounds(places["text"]), len(requests)),
     }
+    return _moved(inputs, device, {})
+
+
+def _moved(inputs: dict[str, Any], device: str, seen: dict[int, Tensor]) -> dict[str, Any]:
+    """The same nesting on `device`; a tensor that stands twice stays one tensor, as the engine passes it."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, dict):
+            return _moved(value, device, seen)
+        return seen.setdefault(id(value), value.to(device)) if isinstance(value, Tensor) else value
+
+    return {name: moved(value) for name, value in inputs.items()}
 
 
 def native_adapters(model: nn.Module) -> Iterator[tuple[str, list[Tensor], list[Tensor]]]:

@@ -15,10 +15,11 @@ from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3PrepareLayoutStep,
     MiniMaxH3Ref2VAPrepareLayoutStep,
 )
+from h3_kernels.testing.tiny import TINY
 from torch import Tensor
 
 from h3_adapter_diffusers.packing import PackedSequence
-from h3_adapter_diffusers.testing.tiny import TINY, Request
+from h3_adapter_diffusers.testing.tiny import Request
 
 _VIDEO, _TEXT, _AUDIO = 0, 1, 2  # modality tags of the checkpoint
 _CHANNELS = 2  # stereo: two channel-major blocks of audio rows

@@ -22,6 +22,8 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # vLLM asks the network for an address otherwise
 
 import torch
+from h3_kernels.testing import tiny
+from h3_kernels.testing.tiny import TINY
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase
@@ -38,26 +40,6 @@ from vllm_omni.platforms.interface import UnspecifiedOmniPlatform
 TAGS = {"video": 0, "text": 1, "audio": 2}
 
 SDPA = "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
-
-# Diffusers' spelling, so the same mapping builds the trainer's model. Eight heads and 8 x 16 | ffn allow every tp of
-# the contract; hidden != heads * head_dim and 6 * rope_freq_dim < head_dim, so no two sizes can be confused.
-TINY: Mapping[str, Any] = {
-    "num_attention_heads": 8,
-    "attention_head_dim": 32,
-    "hidden_size": 80,
-    "num_layers": 2,
-    "num_refiner_layers": 2,
-    "ffn_dim": 384,
-    "in_channels": 4,
-    "audio_in_channels": 8,
-    "patch_size": (1, 2, 2),
-    "text_dim": 48,
-    "freq_dim": 16,
-    "time_embed_hidden_dim": 64,
-    "time_embed_dim": 32,
-    "rope_freq_dim": 4,
-    "rope_theta": 10000.0,
-}
 
 
 @contextlib.contextmanager
@@ -124,16 +106,9 @@ def run_plain(model: nn.Module) -> None:
 
 
 def randomise(model: nn.Module, seed: int = 0) -> None:
-    """Fill every parameter of a tp=1 model: rows of unit gain, biases and norms away from 0 and 1."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    """Fill every parameter of a tp=1 model with ``h3_kernels.testing.tiny.randomise``, and the rotary frequencies."""
+    tiny.randomise(model, seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name and parameter.ndim == 1:
-                parameter.normal_(1.0, 0.3, generator=generator)
-            elif parameter.ndim == 1:
-                parameter.normal_(0.0, 0.3, generator=generator)
-            else:
-                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         rope = model.get_buffer("rope.inv_freq")
         width = rope.shape[0]
         rope.copy_(1.0 / 10000.0 ** (torch.arange(0, 2 * width, 2, dtype=torch.float32) / (2 * width)))
