@@ -94,7 +94,13 @@ def resolve(session: nox.Session, package: str, resolution: str) -> None:
     """Install a package with the lowest or the newest dependencies its metadata allows, and what its tests need."""
     python = f"{session.virtualenv.location}/bin/python"
     install = (str(ROOT / ".boot" / "bin" / "uv"), "pip", "install", "-q", "--no-config", "--python", python)
-    session.run(*install, "--resolution", resolution, f"./packages/{package}", external=True)
+    fresh = (
+        "--resolution",
+        resolution,
+        "--reinstall-package",
+        package,
+    )  # uv keeps a folder's build by its version
+    session.run(*install, *fresh, f"./packages/{package}", external=True)
     session.run(*install, "pytest", "pytest-timeout", "hypothesis", "numpy", external=True)
 
 
