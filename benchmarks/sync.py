@@ -111,8 +111,8 @@ class Bench:
         return record
 
 
-def pushed(bench: Bench, source: Named, target: Layout, recycle: bool = False) -> None:
-    sync = WeightSync(bench.config, target, recycle=recycle)
+def pushed(bench: Bench, source: Named, target: Layout) -> None:
+    sync = WeightSync(bench.config, target)
     for _ in sync.push(source):
         pass
     sync.finish()
@@ -163,10 +163,10 @@ def records(bench: Bench) -> Iterator[dict[str, Any]]:
     def copies(source: Named) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(bench.buffer("copy", specs[n].shape, specs[n].dtype), t) for n, t in source]
 
-    for target, recycle in ((Layout.RELEASE, True), (Layout.MODULE, True), (Layout.RELEASE, False)):
+    for target in (Layout.RELEASE, Layout.MODULE):
         yield bench.compare(
-            f"push to {target}{', recycle' if recycle else ''}: qkv and fc1 moved, the rest handed on",
-            partial(pushed, bench, bench.source, target, recycle),
+            f"push to {target}: qkv and fc1 moved, the rest handed on",
+            partial(pushed, bench, bench.source, target),
             "copy of the bytes moved",
             partial(copied, copies(moved)),
             fused,

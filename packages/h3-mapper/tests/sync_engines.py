@@ -136,7 +136,7 @@ def pipeline_worker(rank: int, world: int, config: H3Config) -> dict[str, Any]:
     pipeline.transformer, pipeline.transformers_ref = native_model(config), native_model(config)
     pipeline.video_vae = pipeline.audio_vae = pipeline._fasth3 = None
     streams = {"transformer": trainer_state(config, 0), "transformers_ref": trainer_state(config, 1)}
-    sync = WeightSync(config, components={name: f"{name}." for name in streams}, recycle=True)
+    sync = WeightSync(config, components={name: f"{name}." for name in streams})
     bucket = [
         (f"{component}.{name}", value)
         for component, state in streams.items()

@@ -85,7 +85,7 @@ def test_digests_of_the_engine_equal_the_trainer_s_and_one_ulp_is_named(reports)
         assert_same(truth, combine(CONFIG, spoiled))
 
 
-def test_pipeline_takes_both_partitions_in_one_stream_with_recycled_buffers():
+def test_pipeline_takes_both_partitions_in_one_stream_with_dropped_memory_used_again():
     """verl-omni's entry: prefix groups must be contiguous, and the returned set is the strict loader's."""
     (report,) = run_ranks(1, pipeline_worker, CONFIG)
     assert report["returned"] == report["finished"]

@@ -1,5 +1,7 @@
 """Digests of live weights: equal across layouts, shards and libraries; any single changed bit is named."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,13 +9,13 @@ from h3_mapper import H3Config
 from h3_mapper.errors import ShapeError, UnknownNameError
 from h3_mapper.plan import atoms, plan
 from h3_mapper.spec import Layout
+from h3_mapper.sync_pieces import word_bytes
 from h3_mapper.sync_proof import (
     DifferentWeightsError,
     LiveDigest,
     assert_same,
     combine,
     differing,
-    word_bytes,
 )
 from h3_mapper.tp import shard
 from hypothesis import given
@@ -111,6 +113,37 @@ def test_holders_of_some_rows_add_up(cuts, layout):
     assert combine(TINY, holders) == REFERENCE
 
 
+def halves(layout=Layout.DIFFUSERS):
+    """Two holders that cut every matrix within a block of rows."""
+    made = []
+    for low, high in ((0, 17), (17, None)):
+        digest = LiveDigest(TINY, layout)
+        for name, value in converted(layout).items():
+            if len(value[low:high]):
+                digest.add(name, value[low:high], low)
+        made.append(digest.partials())
+    return made
+
+
+def test_blocks_of_rows_that_holders_share_travel_as_column_sums():
+    one, two = halves()
+    name = "blocks.0.attn.qkv_proj.weight[q]"
+    assert one[name].shares[0].rows + two[name].shares[0].rows == 64
+    assert len(one[name].shares[0].sums) == TINY.hidden_size * 2
+    assert combine(TINY, [one, two]) == REFERENCE
+    spoiled = replace(two[name].shares[0], sums=bytes(len(two[name].shares[0].sums)))
+    wrong = combine(TINY, [one, two | {name: replace(two[name], shares=(spoiled,))}])
+    assert differing(REFERENCE, wrong) == [name]
+
+
+def test_sums_of_another_definition_are_refused():
+    other = {name: replace(part, digest_id="h3-live-digest-v1") for name, part in halves()[0].items()}
+    with pytest.raises(
+        DifferentWeightsError, match="summed as h3-live-digest-v1, and this is h3-live-digest-v2"
+    ):
+        combine(TINY, [other, halves()[1]])
+
+
 def test_missing_ranks_doubled_ranks_and_drifted_replicas_are_named():
     ranks = [partials(converted(Layout.MODULE, 2, rank), Layout.MODULE, 2, rank) for rank in range(2)]
     with pytest.raises(DifferentWeightsError, match=r"the holders have \d+ of its \d+ values"):
@@ -123,6 +156,9 @@ def test_missing_ranks_doubled_ranks_and_drifted_replicas_are_named():
         DifferentWeightsError, match=r"blocks\.0\.norm1\.weight: replicas differ: holders \[1\]"
     ):
         combine(TINY, [ranks[0], partials(drifted, Layout.MODULE, 2, 1)])
+    doubled = [{name: replace(p, shares=p.shares * 2) for name, p in rank.items()} for rank in halves()]
+    with pytest.raises(DifferentWeightsError, match=r"rows from \d+ on are held twice or not at all"):
+        combine(TINY, doubled)
     digest = LiveDigest(TINY, Layout.MODULE)
     digest.add("final_layer.norm.weight", converted(Layout.MODULE)["final_layer.norm.weight"])
     assert combine(TINY, [digest.partials()], partial=True).keys() == {"final_layer.norm.weight"}

@@ -90,7 +90,7 @@ class _Torch:
         if run.count == 1:
             out = _rows_torch(out, run.row, run.length)
             source = _rows_torch(source, run.start, run.length)
-            if not (out.is_contiguous() and source.is_contiguous()):
+            if not source.is_contiguous() or not out.is_contiguous():
                 out, source = self._widest(out, source)
         else:
             out, source = self._widest(out, source)
@@ -168,19 +168,15 @@ class _Numpy:
 
 def _rows_torch(array: Array, first: int, length: int) -> Array:
     """Rows [first, first + length); the array itself, if those are all."""
-    return array if array.shape[0] == length else array.narrow(0, first, length)
+    return array if len(array) == length else array[first : first + length]
 
 
 def _divides(array: Array, nbytes: int, item: int) -> bool:
     """Whether every row of the array is whole elements of `nbytes` bytes, aligned to them."""
-    times = nbytes // item
-    return bool(
-        array.shape[-1] % times == 0
-        and array.stride(-1) == 1
-        and not any(step % times for step in array.stride()[:-1])
-        and array.storage_offset() % times == 0
-        and array.data_ptr() % nbytes == 0
-    )
+    times, (*steps, inner) = nbytes // item, array.stride()
+    if inner != 1 or array.shape[-1] % times or array.data_ptr() % nbytes or array.storage_offset() % times:
+        return False
+    return not any(step % times for step in steps)
 
 
 def _strided_torch(array: Array, first: int, step: int, run: Run) -> Array:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from h3_mapper.backends import Array, backend
 from h3_mapper.config import H3Config
 from h3_mapper.errors import LayoutError, MissingTensorError, ShapeError, listed
+from h3_mapper.slabs import Slabs
 from h3_mapper.spec import Layout
 from h3_mapper.sync_intake import IncompleteSyncError, Intake
 from h3_mapper.sync_routes import Route, logical, routes
@@ -43,9 +44,7 @@ class WeightSync:
     module's own rows. components: trainer component -> prefix of its target names ("" for none); names without a
     component belong to the only one. tp, rank: shards, for `module`. round_to_bf16: take fp32 tensors for bf16
     parameters, rounding once; otherwise a dtype that differs is an error. passthrough: first segments of names that
-    belong to other models (`text_encoder`), handed on untouched. recycle: for consumers that copy each tensor before
-    they ask for the next, as `load_weights` does: fused tensors then share a buffer for each shape (on a CPU, page
-    faults of new memory cost more than the copy).
+    belong to other models (`text_encoder`), handed on untouched.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class WeightSync:
         rank: int = 0,
         round_to_bf16: bool = False,
         passthrough: Collection[str] = (),
-        recycle: bool = False,
     ):
         if tp > 1 and target is not Layout.MODULE:
             raise LayoutError(
@@ -70,8 +68,7 @@ class WeightSync:
         self._intake = Intake(config, source, tuple(components), round_to_bf16, passthrough)
         self._prefix = dict(components)
         self._pending: dict[str, _Pending] = {}
-        self._recycle = recycle
-        self._spare: dict[tuple[tuple[int, ...], str], list[Array]] = {}
+        self._memory = Slabs()
         self._begun: set[str] = set()
         self._done: set[str] = set()
 
@@ -88,8 +85,8 @@ class WeightSync:
     def push(self, bucket: Bucket) -> Iterator[tuple[str, Array]]:
         """Yield (target name, tensor) for everything this bucket completes.
 
-        A renamed tensor is the caller's own memory, valid until the bucket's is reused; a fused one is new memory and
-        belongs to the consumer (with `recycle`, until it asks for the next). Raises as `Intake.accept`.
+        A renamed tensor is the caller's own memory, valid until the bucket's is reused; a fused one belongs to the
+        consumer, and its memory is used again only after the consumer has dropped it. Raises as `Intake.accept`.
         """
         for name, given in bucket:
             tensor = _detached(given)
@@ -100,21 +97,19 @@ class WeightSync:
             accepted = self._intake.accept(name, tensor)
             if accepted is None:
                 continue
-            prefix = self._prefix[accepted.component]
-            yield from self._opening(accepted.component, tensor)
-            for route in self._routes.by_source[accepted.spec.name]:
+            component, source = accepted
+            prefix = self._prefix[component]
+            if component not in self._begun:
+                yield from self._opening(component, tensor)
+            for route in self._routes.by_source[source]:
                 full = prefix + route.target.name
-                if (whole := self._route(full, accepted.spec.name, route, tensor)) is not None:
+                if (whole := self._route(full, source, route, tensor)) is not None:
                     self._done.add(full)
                     yield full, whole
-                    if self._recycle and not route.view:
-                        self._spare.setdefault(_kind(whole), []).append(whole)
                     del whole  # the consumer's now: do not keep a block alive while the next is made
 
     def _opening(self, component: str, like: Array) -> Iterator[tuple[str, Array]]:
         """Derived tensors, once, beside the component's first tensor: engines want one prefix's names together."""
-        if component in self._begun:
-            return
         self._begun.add(component)
         for name, (shape, data) in self._routes.derived.items():
             full = self._prefix[component] + name
@@ -132,8 +127,7 @@ class WeightSync:
         held = self._pending.get(full)
         if held is None:
             like = _bf16_like(tensor) if rounds else tensor
-            spare = self._spare.get((spec.shape, str(like.dtype)))
-            out = spare.pop() if spare else library.empty(spec.shape, like)
+            out = self._memory.empty(spec.shape, like)
             held = self._pending[full] = _Pending(out, set(self._routes.needs[spec.name]))
         for run in route.runs:
             library.copy(held.out, tensor, run)
@@ -156,10 +150,12 @@ class WeightSync:
             accepted = self._intake.accept(name, tensor)
             if accepted is None:
                 continue
-            prefix = self._prefix[accepted.component]
-            for full, made in self._opening(accepted.component, tensor):
-                yield full, made, None
-            for parameter, start, stop, shard_id in parts[accepted.spec.name]:
+            component, source = accepted
+            prefix = self._prefix[component]
+            if component not in self._begun:
+                for full, made in self._opening(component, tensor):
+                    yield full, made, None
+            for parameter, start, stop, shard_id in parts[source]:
                 self._done.add(prefix + parameter)
                 yield prefix + parameter, tensor[start:stop], shard_id
 
@@ -176,15 +172,17 @@ class WeightSync:
             accepted = self._intake.accept(name, tensor)
             if accepted is None:
                 continue
-            prefix = self._prefix[accepted.component]
-            for full, made in self._opening(accepted.component, tensor):
-                _target(parameters, full, tuple(made.shape))[...] = made
-            for route in self._routes.by_source[accepted.spec.name]:
+            component, source = accepted
+            prefix, library = self._prefix[component], backend(tensor)
+            if component not in self._begun:
+                for full, made in self._opening(component, tensor):
+                    _target(parameters, full, tuple(made.shape))[...] = made
+            for route in self._routes.by_source[source]:
                 full = prefix + route.target.name
                 out = _target(parameters, full, route.target.shape)
-                rows = _columns(route, _detached(tensor))
+                rows = _columns(route, tensor)
                 for run in route.runs:
-                    backend(rows).copy(out, rows, run)
+                    library.copy(out, rows, run)
                 self._done.add(full)
 
     def finish(self, *, partial: bool = False) -> frozenset[str]:
@@ -197,6 +195,7 @@ class WeightSync:
         half = [
             f"{component}: {target} lacks {listed(needed - seen)}"
             for component, seen in self._intake.seen.items()
+            if len(seen) < len(self._routes.by_source)
             for target, needed in self._routes.needs.items()
             if seen & needed and needed - seen
         ]
@@ -225,27 +224,23 @@ def through_loaders(
             loader(parameter, tensor, shard_id)
 
 
-def _kind(tensor: Array) -> tuple[tuple[int, ...], str]:
-    return tuple(tensor.shape), str(tensor.dtype)
-
-
 def _columns(route: Route, tensor: Array) -> Array:
     return tensor if route.target.columns is None else tensor[:, slice(*route.target.columns)]
 
 
 def _target(parameters: Mapping[str, Array], name: str, shape: tuple[int, ...]) -> Array:
-    if name not in parameters:
+    found = parameters.get(name)
+    if found is None:
         raise MissingTensorError(
             f"{name}: not among the engine's {len(parameters)} tensors; pass buffers too"
         )
-    found = parameters[name]
-    if tuple(found.shape) != shape:
+    if found.shape != shape:
         raise ShapeError(f"{name}: the engine holds {list(found.shape)}; this rank's shard is {list(shape)}")
     return _detached(found)
 
 
 def _detached(tensor: Array) -> Array:
-    return tensor.detach() if hasattr(tensor, "detach") else tensor
+    return tensor.detach() if getattr(tensor, "requires_grad", False) else tensor
 
 
 def _bf16_like(tensor: Array) -> Array:

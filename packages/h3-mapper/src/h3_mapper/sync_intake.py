@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from h3_mapper.backends import Array, backend
@@ -27,11 +28,21 @@ class IncompleteSyncError(MapperError):
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """A tensor of the model: which component it belongs to and its bare source name."""
+class Names:
+    """What a source's names may be. other: those of the other dialect. derived: recomputed buffers, by their bytes."""
 
-    component: str
-    spec: TensorSpec
+    specs: Mapping[str, TensorSpec]
+    other: frozenset[str]
+    derived: Mapping[str, bytes]
+
+
+@lru_cache(maxsize=16)
+def _names(config: H3Config, source: Layout) -> Names:
+    dropped = derived(config, source)
+    specs = {s.name: s for s in tensors(config, source) if s.name not in dropped}
+    opposite = Layout.DIFFUSERS if source.native else Layout.MODULE
+    other = frozenset(s.name for s in tensors(config, opposite)) - specs.keys()
+    return Names(specs, other, derived(config, Layout.MODULE))
 
 
 @dataclass(slots=True)
@@ -51,39 +62,39 @@ class Intake:
     lora: dict[str, Array] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     seen: dict[str, set[str]] = field(default_factory=dict)
-    _specs: Mapping[str, TensorSpec] = field(init=False)
-    _other: frozenset[str] = field(init=False)
+    _names: Names = field(init=False)
+    _only: str = field(init=False)
 
     def __post_init__(self) -> None:
-        dropped = derived(self.config, self.source)
-        self._specs = {s.name: s for s in tensors(self.config, self.source) if s.name not in dropped}
-        opposite = Layout.DIFFUSERS if self.source.native else Layout.MODULE
-        self._other = frozenset(s.name for s in tensors(self.config, opposite)) - self._specs.keys()
+        self._names = _names(self.config, self.source)
         self.seen = {component: set() for component in self.components}
+        self._only = next(iter(self.components)) if len(self.components) == 1 else ""
 
     def passes(self, name: str) -> bool:
         """Whether the name belongs to another model of the pipeline."""
-        return name.partition(".")[0] in self.passthrough
+        return bool(self.passthrough) and name.partition(".")[0] in self.passthrough
 
-    def accept(self, name: str, tensor: Array) -> Accepted | None:
-        """Check one tensor in. None if it was routed aside: an adapter's, a recomputed buffer, or no H3 tensor.
+    def accept(self, name: str, tensor: Array) -> tuple[str, str] | None:
+        """Check one tensor in: (component, bare source name).
 
+        None if it was routed aside: an adapter's, a recomputed buffer, or no H3 tensor.
         Raises AlreadyConvertedError for the other dialect's names, DuplicateTensorError, ShapeError, DtypeError.
         """
-        if any(segment.startswith("lora_") for segment in name.split(".")):
+        if "lora_" in name and any(segment.startswith("lora_") for segment in name.split(".")):
             self.lora[name] = owned(tensor)
             return None
         bare = unwrap(name)
-        component = bare.component or (next(iter(self.components)) if len(self.components) == 1 else "")
-        if component not in self.seen:
+        component = bare.component or self._only
+        seen = self.seen.get(component)
+        if seen is None:
             self.extra.append(name)
             return None
-        if bare.name in derived(self.config, Layout.MODULE):
-            self._check_derived(name, bare.name, tensor)
-            return None
-        spec = self._specs.get(bare.name)
+        spec = self._names.specs.get(bare.name)
         if spec is None:
-            if bare.name in self._other:
+            if bare.name in self._names.derived:
+                self._check_derived(name, bare.name, tensor)
+                return None
+            if bare.name in self._names.other:
                 kind = "Diffusers" if self.source.native else "native"
                 raise AlreadyConvertedError(
                     f"{name}: a {kind} name where {self.source} names are expected; somebody mapped it already, and "
@@ -91,18 +102,20 @@ class Intake:
                 )
             self.extra.append(name)
             return None
-        if bare.name in self.seen[component]:
+        if bare.name in seen:
             raise DuplicateTensorError(f"{name}: sent twice in one sync; call finish() between syncs")
         self._check(name, spec, tensor)
-        self.seen[component].add(bare.name)
-        return Accepted(component, spec)
+        seen.add(bare.name)
+        return component, bare.name
 
     def _check(self, name: str, spec: TensorSpec, tensor: Array) -> None:
         shape, dtype = backend(tensor).describe(tensor)
+        if (shape, dtype) == (spec.shape, spec.dtype):
+            return
         if shape != spec.shape:
             raise ShapeError(f"{name}: shape {list(shape)}; this model has {list(spec.shape)}")
         rounds = self.round_to_bf16 and (dtype, spec.dtype) == ("F32", "BF16") and hasattr(tensor, "detach")
-        if dtype != spec.dtype and not rounds:
+        if not rounds:
             hint = "; allow it with round_to_bf16" if (dtype, spec.dtype) == ("F32", "BF16") else ""
             raise DtypeError(f"{name}: {dtype}; H3 keeps it in {spec.dtype} and a sync does not cast{hint}")
 
@@ -110,14 +123,14 @@ class Intake:
         """A native trainer's rope.inv_freq must hold the formula's bits; a Diffusers trainer's is not state at all."""
         data = backend(tensor).to_bytes(tensor) if self.source.native else None
         if data is not None:
-            check_derived(name, data, derived(self.config, Layout.MODULE)[bare], "sync")
+            check_derived(name, data, self._names.derived[bare], "sync")
 
     def close(self, partial: bool) -> None:
         """Raise IncompleteSyncError unless every tensor of every component came, and nothing else did."""
         missing = [
             f"{component}.{name}"
             for component, seen in self.seen.items()
-            for name in self._specs.keys() - seen
+            for name in self._names.specs.keys() - seen
         ]
         if self.extra or (missing and not partial):
             raise IncompleteSyncError(

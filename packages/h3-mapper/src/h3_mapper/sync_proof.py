@@ -1,18 +1,30 @@
 """Are two sets of live weights the same bits? Digests per atom, from any layout, tensor-parallel degree or shard.
 
-The digest of an atom is a sum, mod 2**64, over its words of `mix(word + GOLD * position)`, where position counts
-the words of the whole atom row by row and mix is a bijection. Because it is a sum, every holder of a piece adds up
-its own words where they lie, on its own device, without gathering, and the pieces' sums are added. Because mix is a
-bijection, one changed word always changes the sum: a single bf16 ulp cannot hide. 64 bits find accidents, not an
-adversary.
+An atom's words lie in rows. Each word is in one group of each of two families (`word_sum`): the words of one row whose
+columns are congruent modulo 16 (bf16) or 32 (fp32), and the words of one column in 64 rows. A family's digest is the
+sum, mod 2**64, over its groups of `mix(sum of the group's words + GOLD * number of the group)`, mix being a bijection;
+the atom's digest is both. (A vector's values are groups by themselves, of one family.) Every holder sums what it has,
+where it lies, without gathering, and the sums are added. Only a block of rows that holders cut within (FSDP's shares
+need not be whole blocks) travels as its column sums, and is mixed when it is whole.
+
+* One changed word always changes the digest: one group of a family changes, and mix is a bijection. A single bf16 ulp
+  cannot hide.
+* Two or three changed words: two words share at most one group, so in one family some group's sum changes; the sums of
+  mixed values then agree with probability 2**-64.
+* More: missed only if every group of both families keeps its sum. That takes four words at the corners of a rectangle
+  (or longer cycles), its rows within 64, its columns congruent, with changes that cancel to the bit. Permuted or
+  scrambled rows, swapped halves, casts and stale tensors change group sums; so do rows of a diagonal matrix swapped
+  within 64, because the residues are as many as the words of 64 diagonal values.
+
+Bits are found that differ by accident, not by an adversary.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +33,13 @@ from h3_mapper.config import H3Config
 from h3_mapper.errors import MapperError, ShapeError, SourceError, UnknownNameError, listed
 from h3_mapper.identify import identified_all
 from h3_mapper.plan import atoms, derived
-from h3_mapper.spec import ITEMSIZE, Atom, Layout
-from h3_mapper.tp import cut_axis, cut_range, shard_shape, shard_spans
-from h3_mapper.word_sum import sum_words
+from h3_mapper.spec import Atom, Layout
+from h3_mapper.sync_pieces import Piece, clipped, grid, known_atoms, left_word, pieces, word_bytes
+from h3_mapper.tp import shard_shape, shard_spans
+from h3_mapper.word_sum import BLOCK, RESIDUES, GroupSums, words_of
+
+DIGEST_ID = "h3-live-digest-v2"
+"""Changes with the definition, so that sums of two definitions are never added or compared."""
 
 MASK = 2**64 - 1
 
@@ -33,42 +49,39 @@ class DifferentWeightsError(MapperError):
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """Column sums of a block of rows that this holder has in part: int64, little-endian, from column `left` on."""
+
+    block: int
+    rows: int
+    left: int
+    sums: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Partial:
     """What one holder adds to an atom's digest. elements: how many of the atom's values it covers."""
 
-    value: int
+    residues: int
+    columns: int
     elements: int
-
-
-@lru_cache(maxsize=16)
-def _known(config: H3Config) -> Mapping[str, Atom]:
-    return {atom.name: atom for atom in atoms(config)}
-
-
-def word_bytes(atom: Atom) -> int:
-    """Bytes of the atom's words: 8, or what still divides a row, cut eight ways where columns are cut.
-
-    A vector's word is one value, so that it can be cut anywhere. Every matrix of the released model has 8.
-    """
-    item = ITEMSIZE[atom.dtype]
-    if len(atom.shape) == 1:
-        return item
-    width = math.prod(atom.shape[1:])
-    granule = width // math.gcd(width, 8) if cut_axis(atom) == 1 else width
-    return math.gcd(granule * item, 8)
+    shares: tuple[Share, ...] = ()
+    digest_id: str = DIGEST_ID
 
 
 class LiveDigest:
     """Sums over one holder's live tensors.
 
     layout: their names and row order. tp, rank: the engine's shard; 1 and 0 for whole tensors. Sums stay on their
-    device until `partials`, so adding does not wait for it.
+    device until `partials`, so adding does not wait for it. Raises ShapeError for a degree that cuts eighths of rows.
     """
 
     def __init__(self, config: H3Config, layout: Layout, *, tp: int = 1, rank: int = 0):
         self.config, self.layout, self.tp, self.rank = config, layout, tp, rank
         self._held = shard_spans(config, layout, tp, rank)
-        self._sums: dict[str, list[tuple[Any, int]]] = {}
+        self._pieces = pieces(config, layout, tp, rank)
+        self._sums: dict[Any, GroupSums] = {}
+        self._elements: dict[str, int] = {}
 
     def add(self, name: str, tensor: Array, first_row: int = 0) -> None:
         """Add one tensor by its bare name in the layout (this rank's shard of it).
@@ -81,7 +94,7 @@ class LiveDigest:
         held = self._held.get(name)
         if held is None:
             raise UnknownNameError(f"{name}: no tensor of layout {self.layout}")
-        first = _known(self.config)[held[0].atom]
+        first = known_atoms(self.config)[held[0].atom]
         rows = held[-1].row + held[-1].stop - held[-1].start
         last_row = first_row + int(tensor.shape[0])
         wanted = (rows, *shard_shape(first, self.tp)[1:])
@@ -91,67 +104,50 @@ class LiveDigest:
                 f"{name}: {dtype} {list(shape)} from row {first_row}; rank {self.rank} of tp {self.tp} holds "
                 f"{first.dtype} {list(wanted)}"
             )
-        pieces: dict[str, list[tuple[int, Array]]] = {}
-        for span in held:
-            low, high = max(first_row, span.row), min(last_row, span.row + span.stop - span.start)
-            if low < high:
-                part = tensor[low - first_row : high - first_row]
-                pieces.setdefault(span.atom, []).append((span.start + low - span.row, part))
-        for (
-            atom,
-            parts,
-        ) in pieces.items():  # in `release` many: each head's rows, which follow each other in the atom
-            self._add(_known(self.config)[atom], parts[0][0], _joined([part for _, part in parts]))
+        whole = (first_row, last_row) == (0, rows)
+        parts = self._pieces[name] if whole else clipped(self.config, held, first_row, last_row)
+        words = words_of(tensor, word_bytes(first))
+        for piece in parts:
+            self._add(piece, words, math.prod(shape[1:]))
 
-    def _add(self, atom: Atom, row: int, rows: Array) -> None:
-        """Rows from `row` of the atom on; all of this rank's columns."""
-        item, word = ITEMSIZE[atom.dtype], word_bytes(atom)
-        stride = math.prod(atom.shape[1:]) * item // word
-        left = cut_range(atom, self.tp, self.rank)[0] * item // word if cut_axis(atom) == 1 else 0
-        total = sum_words(rows, word, row * stride + left, stride)
-        self._sums.setdefault(atom.name, []).append((total, math.prod(int(n) for n in rows.shape)))
+    def _add(self, piece: Piece, words: Array, width: int) -> None:
+        atom = piece.atom
+        if piece.count == 1:
+            rows = words[None, piece.at : piece.at + piece.length]
+        else:
+            blocks = words.reshape(piece.count, piece.step, words.shape[1])
+            rows = blocks[:, piece.at : piece.at + piece.length]
+        device = getattr(words, "device", None)
+        if device not in self._sums:
+            self._sums[device] = GroupSums(words)
+        self._sums[device].add(atom.name, grid(atom), rows, piece.row, left_word(atom, self.tp, self.rank))
+        count = piece.count * piece.length * width
+        self._elements[atom.name] = self._elements.get(atom.name, 0) + count
 
     def partials(self) -> dict[str, Partial]:
         """Everything added so far, by atom. Waits for the device, once."""
-        flat = [(name, total, count) for name, sums in self._sums.items() for total, count in sums]
-        values = _on_host([total for _, total, _ in flat])
-        result: dict[str, Partial] = {}
-        for (name, _, count), value in zip(flat, values, strict=True):
-            before = result.get(name, Partial(0, 0))
-            result[name] = Partial((before.value + value) & MASK, before.elements + count)
-        return result
-
-
-def _joined(parts: list[Array]) -> Array:
-    """One tensor of all rows; the only part itself, without a copy."""
-    if len(parts) == 1:
-        return parts[0]
-    if hasattr(parts[0], "detach"):
-        import torch
-
-        return torch.cat(parts)
-    import numpy
-
-    return numpy.concatenate(parts)
+        sums: dict[str, list[int]] = {name: [0, 0] for name in self._elements}
+        shares: dict[str, list[Share]] = {}
+        for held in self._sums.values():
+            flat = held.totals()
+            for (name, family, _), value in zip(flat, _on_host([total for *_, total in flat]), strict=True):
+                sums[str(name)][family != RESIDUES] += value
+            for (name, block), part in held.open.items():
+                data = array("q", part.sums.tolist()).tobytes()
+                shares.setdefault(str(name), []).append(Share(block, part.rows, part.left, data))
+        return {
+            name: Partial(sums[name][0] & MASK, sums[name][1] & MASK, elements, tuple(shares.get(name, ())))
+            for name, elements in self._elements.items()
+        }
 
 
 def _on_host(totals: list[Any]) -> list[int]:
-    """Python integers, with one transfer from each device."""
-    by_device: dict[Any, list[int]] = {}
-    for index, total in enumerate(totals):
-        by_device.setdefault(getattr(total, "device", None), []).append(index)
-    values = [0] * len(totals)
-    for device, indexes in by_device.items():
-        held = [totals[index] for index in indexes]
-        for index, value in zip(indexes, held if device is None else _stacked(held), strict=True):
-            values[index] = int(value)
-    return values
-
-
-def _stacked(held: list[Any]) -> list[int]:
+    """Python integers, with one transfer."""
+    if not totals or not hasattr(totals[0], "detach"):
+        return totals
     import torch
 
-    return [int(value) for value in torch.stack(held).tolist()]
+    return [int(value) for value in torch.stack(totals).tolist()]
 
 
 def combine(
@@ -169,21 +165,47 @@ def combine(
         pieces = [holder[atom.name] for holder in gathered if atom.name in holder]
         if partial and not pieces:
             continue
+        if others := {piece.digest_id for piece in pieces} - {DIGEST_ID}:
+            raise DifferentWeightsError(
+                f"{atom.name}: summed as {listed(others)}, and this is {DIGEST_ID}; use one version of h3-mapper"
+            )
         size = math.prod(atom.shape)
         whole = [piece for piece in pieces if piece.elements == size]
         if whole and len(whole) == len(pieces):
-            if len({piece.value for piece in whole}) > 1:
-                ranks = [index for index, piece in enumerate(whole) if piece.value != whole[0].value]
+            if len(set(whole)) > 1:
+                ranks = [index for index, piece in enumerate(whole) if piece != whole[0]]
                 raise DifferentWeightsError(f"{atom.name}: replicas differ: holders {ranks} from holder 0")
-            digests[atom.name] = whole[0].value
-            continue
-        covered = sum(piece.elements for piece in pieces)
-        if covered != size:
+            pieces = whole[:1]
+        elif (covered := sum(piece.elements for piece in pieces)) != size:
             raise DifferentWeightsError(
                 f"{atom.name}: the holders have {covered} of its {size} values; every rank's partials are needed, once"
             )
-        digests[atom.name] = sum(piece.value for piece in pieces) & MASK
+        residues = sum(piece.residues for piece in pieces)
+        columns = sum(piece.columns for piece in pieces) + _shared(atom, pieces)
+        digests[atom.name] = (residues & MASK) << 64 | (columns & MASK)
     return digests
+
+
+def _shared(atom: Atom, pieces: list[Partial]) -> int:
+    """The mixed sums of the blocks that several holders have parts of."""
+    parts: dict[tuple[int, int], list[Share]] = {}
+    for piece in pieces:
+        for share in piece.shares:
+            parts.setdefault((share.block, share.left), []).append(share)
+    if not parts:
+        return 0
+    import numpy
+
+    sums = GroupSums(numpy.empty(0, numpy.int64))
+    for (block, left), shares in parts.items():
+        if sum(share.rows for share in shares) != min(BLOCK, atom.rows - block * BLOCK):
+            raise DifferentWeightsError(
+                f"{atom.name}: rows from {block * BLOCK} on are held twice or not at all; every rank's partials are "
+                "needed, once"
+            )
+        words = numpy.sum([numpy.frombuffer(share.sums, "<i8") for share in shares], axis=0)
+        sums.close(atom.name, grid(atom), block, words, left)
+    return sum(total for _, _, total in sums.totals())
 
 
 def digest_checkpoint(path: Path, stated: Layout | None = None) -> dict[str, int]:

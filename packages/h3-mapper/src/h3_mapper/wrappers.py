@@ -11,6 +11,7 @@ Only whole segments between dots are compared, so `transformer.` never eats into
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from h3_mapper.errors import MapperError
 
@@ -28,8 +29,12 @@ class Unwrapped:
     component: str | None
 
 
+@lru_cache(maxsize=1 << 14)
 def unwrap(name: str) -> Unwrapped:
-    """Take the wrappers off one name. Raises MapperError for a prefix that stands twice."""
+    """Take the wrappers off one name. Raises MapperError for a prefix that stands twice.
+
+    Remembered, as a sync asks for the same names every step.
+    """
     segments = [s for s in name.split(".") if s not in INNER]
     seen: set[str] = set()
     component: str | None = None
