@@ -7,6 +7,7 @@ records; records that have nothing of a kind give no figure of it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ CONDITIONS = (
     "direction",
     "dtype",
     "provider",
+    "form",
     "scope",
     "case",
 )
@@ -95,28 +97,27 @@ def shares(records: list[Record]) -> list[Record]:
 
 
 def draw_divergence(axes: Any, compared: list[Record]) -> None:
-    """The share of rows that differ, output by output; a mark where two runs part."""
-    for record in compared:
+    """The share of rows that differ, output by output; a mark where two runs part. Later lines are thinner."""
+    for i, record in enumerate(compared):
         first = next((i for i, share in enumerate(record["share"]) if share), None)
-        where = "equal" if first is None else f"part at {record['outputs'][first]}"
-        (line,) = axes.plot(record["share"], drawstyle="steps-mid", label=f"{record['case']}: {where}")
+        where = "equal" if first is None else f"parts at {record['outputs'][first]}"
+        style = {"drawstyle": "steps-mid", "linewidth": 1.2 * (len(compared) - i)}
+        (line,) = axes.plot(record["share"], label=f"{record['case']}: {where}", **style)
         if first is not None:
-            axes.plot(first, record["share"][first], "o", color=line.get_color())
+            axes.plot(first, record["share"][first], "o", markersize=9, color=line.get_color())
     blocks = _first_of_each_block(compared[0]["outputs"])
-    axes.set_xticks(list(blocks.values()), list(blocks), rotation=30, ha="right", fontsize=7)
+    axes.set_xticks(list(blocks.values()), list(blocks), rotation=20, ha="right", fontsize=7)
     axes.set(xlabel="output, in the order computed", ylabel="share of rows that differ", ylim=(-0.03, 1.03))
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(0, 0.5))
+    axes.figure.legend(fontsize=8, loc="outside lower center")
 
 
 def _first_of_each_block(outputs: list[str]) -> dict[str, int]:
-    """`blocks.1` -> the index of its first output; an output outside every block stands for itself until the next."""
+    """`token_refiner.blocks.1`, `blocks.0`, ... and `final_layer`: the index of each one's first output."""
     found: dict[str, int] = {}
     for i, output in enumerate(outputs):
-        parts = output.split(".")
-        name = (
-            ".".join(parts[: parts.index("blocks") + 2]) if "blocks" in parts else parts[0].partition(" ")[0]
-        )
-        found.setdefault(name, i)
+        name = re.match(r"(.*\.)?blocks\.\d+|final_layer", output)
+        if name:
+            found.setdefault(name[0], i)
     return found
 
 
@@ -141,7 +142,7 @@ SPEED = Figure("speed", bars, draw_speed, lambda rated: 1.5 + 0.18 * len(rated))
 FIGURES = (
     SPEED,
     Figure("errors", error_ratios, draw_errors, lambda found: 3.0),
-    Figure("divergence", shares, draw_divergence, lambda compared: 4.0),
+    Figure("divergence", shares, draw_divergence, lambda compared: 4.0 + 0.2 * len(compared)),
 )
 
 

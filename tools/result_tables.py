@@ -24,6 +24,7 @@ KEYS = (
     "dtype",
     "contract",
     "provider",
+    "form",
     "tp",
     "rows",
     "blocks",
