@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu_matrix
 import pytest
 from hardware import HARDWARE, Device, WrongHardware, by_key, mismatches, require
 
@@ -37,6 +38,25 @@ def test_a_machine_without_a_device_is_refused_before_anything_runs() -> None:
     assert done.returncode == 2
     assert "no CUDA device" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_benchmark_for_several_devices_is_not_run_on_one(tmp_path: Path) -> None:
+    """Its record says why; on enough devices it is told how many there are."""
+    benchmark = gpu_matrix.BENCHMARKS["parallel"]
+    out = tmp_path / "parallel_h200.json"
+    assert gpu_matrix.run_benchmark(benchmark, out, 1, 1.0) == (
+        [{"benchmark": "parallel", "not_run": "needs 2 GPUs, --gpus is 1"}],
+        True,
+    )
+    assert not out.exists()
+    assert benchmark.missing(2) == benchmark.missing(8) == []
+
+
+def test_a_benchmark_that_fails_is_not_taken_for_one_that_ended_well(tmp_path: Path) -> None:
+    """The parallel benchmark refuses a machine without the devices it was promised, and leaves no result file."""
+    out = tmp_path / "parallel_h200.json"
+    found, well = gpu_matrix.run_benchmark(gpu_matrix.BENCHMARKS["parallel"], out, 8, 120.0)
+    assert (found, well) == ([], False)
 
 
 def test_an_unknown_key_lists_the_known_ones() -> None:

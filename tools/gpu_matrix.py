@@ -1,8 +1,9 @@
-"""Run the GPU tests and benchmarks on this machine's device and file them as evidence: ``gpu_matrix.py h200``.
+"""Run the GPU tests and benchmarks on this machine's devices and file them as evidence: ``gpu_matrix.py h200``.
 
-Uses the environment it is started from and downloads nothing. The tree needs its history, or ``H3_HEAD`` with the
-commit it was copied from. Exit status: 0 evidence written and every test passed, 1 a test or benchmark failed, 2 wrong
-device.
+``--gpus 8`` adds what needs several: the tests of tensor and sequence parallel ranks on a GPU each, and the parallel
+benchmark. Uses the environment it is started from and downloads nothing. The tree needs its history, or ``H3_HEAD``
+with the commit it was copied from. Exit status: 0 evidence written and every test passed, 1 a test or benchmark failed,
+2 wrong device.
 """
 
 from __future__ import annotations
@@ -32,11 +33,20 @@ STOP_SECONDS = 20  # what an interrupted step has to write down what it found
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark script: the name its records carry, its file, and the modules it cannot run without."""
+    """One benchmark script: the name its records carry, its file, and the modules and devices it cannot run without.
+
+    One that needs several devices is told how many there are (``--gpus``).
+    """
 
     name: str
     script: str
     needs: tuple[str, ...] = ()
+    gpus: int = 1
+
+    def missing(self, gpus: int) -> list[str]:
+        """What it lacks here, in words; empty when it can run."""
+        lacking = [module for module in self.needs if importlib.util.find_spec(module) is None]
+        return lacking + ([f"{self.gpus} GPUs, --gpus is {gpus}"] if gpus < self.gpus else [])
 
 
 BENCHMARKS = {
@@ -47,6 +57,7 @@ BENCHMARKS = {
         Benchmark("rollout", "benchmarks/rollout_h200.py", ("vllm_omni",)),
         Benchmark("training", "benchmarks/training_h200.py", ("diffusers", "peft")),
         Benchmark("sync", "benchmarks/sync.py"),
+        Benchmark("parallel", "benchmarks/parallel_h200.py", ("triton",), gpus=2),
     )
 }
 
@@ -84,16 +95,19 @@ def run_tests(scratch: Path, gpus: int, limit: float) -> dict[str, Any]:
     return evidence.tests_from_junit(junit, command)
 
 
-def run_benchmark(benchmark: Benchmark, scratch: Path, limit: float) -> tuple[list[records.Record], bool]:
+def run_benchmark(
+    benchmark: Benchmark, out: Path, gpus: int, limit: float
+) -> tuple[list[records.Record], bool]:
     """Run one benchmark; its records (those it reached, when it was interrupted) and whether it ended well.
 
-    One whose engine is not installed is not run; one record says so.
+    The result file is ``out``. One that cannot run here is not run; one record says why.
     """
-    missing = [module for module in benchmark.needs if importlib.util.find_spec(module) is None]
+    missing = benchmark.missing(gpus)
     if missing:
         return [{"benchmark": benchmark.name, "not_run": f"needs {', '.join(missing)}"}], True
-    out = scratch / f"{benchmark.name}.json"
-    status = run([sys.executable, benchmark.script, "--out", str(out)], 1, limit)
+    out.unlink(missing_ok=True)
+    several = ["--gpus", str(gpus)] if benchmark.gpus > 1 else []
+    status = run([sys.executable, benchmark.script, "--out", str(out), *several], gpus, limit)
     if status != 0:
         what = f"interrupted after {limit:.0f} s" if status is None else f"failed with status {status}"
         print(f"gpu_matrix: {benchmark.script} {what}", file=sys.stderr)
@@ -114,10 +128,18 @@ def parse() -> argparse.Namespace:
         "--no-tests", action="store_true", help="benchmarks only: the evidence then holds no tests"
     )
     parser.add_argument(
-        "--limit", type=float, default=1800, help="seconds for the tests, and for each benchmark (default: 1800)"
+        "--limit",
+        type=float,
+        default=1800,
+        help="seconds for the tests, and for each benchmark (default: 1800)",
     )
     parser.add_argument(
         "--out", type=Path, default=evidence.EVIDENCE, help="where to file it (default: evidence/)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="keep the result files here, for example benchmarks/results (default: nowhere)",
     )
     return parser.parse_args()
 
@@ -142,7 +164,15 @@ def main() -> int:
         scratch = Path(name)
         no_tests = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
         tests = no_tests if arguments.no_tests else run_tests(scratch, arguments.gpus, arguments.limit)
-        results = [run_benchmark(BENCHMARKS[name], scratch, arguments.limit) for name in wanted]
+        results = [
+            run_benchmark(
+                BENCHMARKS[name],
+                (arguments.results or scratch).absolute() / f"{name}_{arguments.hardware}.json",
+                arguments.gpus,
+                arguments.limit,
+            )
+            for name in wanted
+        ]
     made = [record for found, _ in results for record in found]
     target = evidence.write(arguments.out, arguments.hardware, seen, tests, made)
     speed_figure(made, target / "figure.png", f"{arguments.hardware.upper()} at {seen['head'][:12]}")
