@@ -142,12 +142,18 @@ def numbers(version: str) -> tuple[int, int, int]:
     return (*parts, 0, 0, 0)[:3]  # type: ignore[return-value]
 
 
-def check_lowest(package: str, dist: Path, scratch: Path) -> None:
-    """The lowest versions a package's metadata allows exist and fit each other; nothing is installed."""
+def check_lowest(package: str, scratch: Path) -> None:
+    """The lowest versions a package's metadata allows exist and fit each other; nothing is installed.
+
+    From its folder, and those of ours that it needs: uv takes the requirements of a folder for direct ones, and no name
+    of ours is looked up on an index.
+    """
     environment = scratch / f"{package}-lowest"
     run(UV, "venv", "--quiet", "--no-config", "--python", sys.executable, environment)
     install = (UV, "pip", "install", "--quiet", "--no-config", "--dry-run", "--resolution", "lowest-direct")
-    run(*install, "--find-links", dist, "--python", environment / "bin" / "python", package)
+    names = {package, "h3-mapper", "h3-kernels"} if package.startswith("h3-adapter") else {package}
+    folders = [ROOT / "packages" / name for name in sorted(names)]
+    run(*install, "--python", environment / "bin" / "python", *folders)
 
 
 def main() -> int:
@@ -167,7 +173,7 @@ def main() -> int:
                 install_alone(package, wheels, Path(scratch))
                 if arguments.command == "check":
                     check_metadata(package, wheel)
-                    check_lowest(package, arguments.dist, Path(scratch))
+                    check_lowest(package, Path(scratch))
     except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
