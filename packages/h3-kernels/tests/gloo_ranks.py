@@ -37,10 +37,17 @@ peer whole; ``peer rows`` sends each its rows, as large ones do."""
 Outputs = dict[str, torch.Tensor]
 
 
-def forms(world_size: int, device: str) -> list[str]:
-    """Names of the forms that ranks on ``device`` can take: peer needs CUDA, two nodes of 4 need 8 ranks."""
-    absent = {"peer": device == "cpu", "peer rows": device == "cpu", "two nodes": world_size < 8}
-    return [name for name in FORMS if not absent.get(name)]
+def forms(world_size: int, device: str, backend: str) -> list[str]:
+    """Names of the forms a world takes: peer needs CUDA, two nodes of 4 need 8 ranks.
+
+    Ranks that share a GPU copy through the host for gloo, whose forms the CPU's worlds go through in full: they take
+    one of them beside the peer forms.
+    """
+    if device == "cpu":
+        absent = {"peer", "peer rows"}
+    else:
+        absent = {"gather", "scatter", "hierarchical", "two nodes"} if backend == "gloo" else set()
+    return [name for name in FORMS if name not in absent and (name != "two nodes" or world_size == 8)]
 
 
 def run_ranks(world_size: int, folder: Path, device: str = "cpu", backend: str = "gloo") -> list[Outputs]:
@@ -62,7 +69,7 @@ def _rank(rank: int, world_size: int, folder: str, device: str, backend: str) ->
         results = backend_case("cpu" if backend == "gloo" else device) | (
             sharded_case() | compiled_case() if world_size == 2 and device == "cpu" else {}
         )
-        for name in forms(world_size, device):
+        for name in forms(world_size, device, backend):
             exchange = TorchDistributedCollective(**FORMS[name])
             cases = [exchange_case, linear_case, sequence_case, lora_case]
             if name.startswith("peer"):
