@@ -15,9 +15,10 @@ all_gather      fence; copy into the outbox; fence; pull
 Two rules keep one call out of another's memory. An inbox is read only before the last fence of a call, so peers may
 store into it from the next call on. An outbox is written only after a fence of the call that writes it, so peers have
 finished the reads of the call before. Neither depends on the sizes of the calls, so captured graphs may be replayed in
-any order that all ranks share. NVLink multicast is not used.
+any order that all ranks share.
 """
 
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -169,7 +170,8 @@ class PeerExchange:
         device = torch.device("cuda", torch.cuda.current_device())
         try:
             local = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
-            handle = symmetric.rendezvous(local, self._group)
+            with _no_multicast():
+                handle = symmetric.rendezvous(local, self._group)
         except RuntimeError as error:
             raise CollectiveError(
                 f"form 'peer' cannot map {size} bytes of {device} into {self.world_size} ranks: "
@@ -180,3 +182,18 @@ class PeerExchange:
                 f"form 'peer' got no mapping of its own memory from torch {torch.__version__}"
             )
         return Mapped(local, handle, torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device))
+
+
+@contextmanager
+def _no_multicast() -> Iterator[None]:
+    """Keep torch from making NVLink multicast objects, which nothing here would use, for the memory it maps meanwhile."""
+    name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
