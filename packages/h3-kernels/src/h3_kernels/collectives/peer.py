@@ -169,8 +169,8 @@ class PeerExchange:
             )
         device = torch.device("cuda", torch.cuda.current_device())
         try:
-            local = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
             with _no_multicast():
+                local = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
                 handle = symmetric.rendezvous(local, self._group)
         except RuntimeError as error:
             raise CollectiveError(
@@ -186,7 +186,7 @@ class PeerExchange:
 
 @contextmanager
 def _no_multicast() -> Iterator[None]:
-    """Keep torch from making NVLink multicast objects, which nothing here would use, for the memory it maps meanwhile."""
+    """Keep torch from making NVLink multicast objects for the memory it maps meanwhile: nothing here would use them."""
     name = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
     before = os.environ.get(name)
     os.environ[name] = "1"
