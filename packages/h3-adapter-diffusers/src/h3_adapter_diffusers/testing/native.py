@@ -29,6 +29,7 @@ def native_inputs(
     Padding rows carry tag -1 and are a document of their own, as `vllm_omni...batched_packing` lays them out.
     Condition rows are returned unmasked, as Diffusers returns them.
     """
+    requests = [request.to("cpu") for request in requests]
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + len(request.packed))
