@@ -1,5 +1,7 @@
 """Scope "model": the whole graph in the place of the engine's forward. No node is left to change a velocity."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from h3_adapter_vllm import BoundModelError, InstallError, RemoveError, install_h3_rollout
@@ -177,6 +179,14 @@ def whole_model(path, padding, lora, sequence):
     return [t.numpy() for t in tiny.velocities(model, [tiny.request()], padding=padding)]
 
 
+def first_step(path):
+    """Worker: velocities where video and audio start, at one and the same noise level."""
+    model = tiny.build()
+    model.load_weights(torch.load(path).items())
+    install_h3_rollout(model)
+    return [t.numpy() for t in tiny.velocities(model, [replace(tiny.request(), timesteps=(0.0, 0.0))])]
+
+
 def wrap(model):
     """An adapter on fc2 and out_proj of every main block."""
     from vllm.config.lora import LoRAConfig
@@ -222,6 +232,13 @@ def test_lora_terms_are_those_of_the_bound_linears(model, engine):
 def test_whole_model_has_the_bytes_of_tp_1(pool, weights, tp, lora):
     (expected,) = pool.run(whole_model, weights, 0, lora, 1, tp=1)
     for rank_result in pool.run(whole_model, weights, 4, lora, 1, tp=tp):
+        assert all((a.view("i4") == b.view("i4")).all() for a, b in zip(rank_result, expected, strict=True))
+
+
+def test_the_first_step_of_a_schedule_has_one_noise_level(pool, weights):
+    """So a rank's columns of the AdaLN projections are a single row, whose strides say nothing."""
+    (expected,) = pool.run(first_step, weights, tp=1)
+    for rank_result in pool.run(first_step, weights, tp=2):
         assert all((a.view("i4") == b.view("i4")).all() for a, b in zip(rank_result, expected, strict=True))
 
 

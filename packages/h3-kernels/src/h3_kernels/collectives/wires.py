@@ -15,7 +15,8 @@ def all_gather(block: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, ...]: the block of every rank, in new memory. Bytes travel, so every backend carries every dtype."""
     sent = _on_wire(block, group)
     gathered = sent.new_empty((dist.get_world_size(group), *block.shape))
-    _all_gather_single(gathered.view(torch.uint8), sent.view(torch.uint8).unsqueeze(0), group=group)
+    # Flat, because a contiguous tensor may have any stride in a dimension of one, and a view as bytes may not.
+    _all_gather_single(gathered.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8), group=group)
     return gathered.to(block.device)
 
 
