@@ -49,8 +49,26 @@ class InstallError(H3AdapterError, ValueError):
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = tuple(reasons)
-        shown = [*self.reasons[:8], f"and {len(reasons) - 8} more"] if len(reasons) > 8 else self.reasons
-        super().__init__("cannot install the h3 contracts: " + "; ".join(shown))
+        shown = _grouped(self.reasons)
+        more = [f"and {len(shown) - 8} more"] if len(shown) > 8 else []
+        super().__init__("cannot install the h3 contracts: " + "; ".join([*shown[:8], *more]))
+
+
+def _grouped(reasons: Sequence[str]) -> list[str]:
+    """Lines ``module: reason``, the modules of one reason together: ``a, b, c and 7 more: reason``."""
+    modules: dict[str, list[str]] = {}
+    for line in reasons:
+        module, _, reason = line.partition(": ")
+        if not reason or " " in module:
+            module, reason = "", line
+        modules.setdefault(reason, []).append(module)
+    return [f"{listed(names)}: {reason}" if names[0] else reason for reason, names in modules.items()]
+
+
+def listed(names: Sequence[str], limit: int = 4) -> str:
+    """Names for a message, cut after ``limit``: ``a, b and 7 more``."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
 
 
 class RemoveError(H3AdapterError, RuntimeError):
