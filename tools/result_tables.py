@@ -49,11 +49,14 @@ def headline() -> str:
     """README's one sentence on speed: the range over all directions, and over all linears and row counts."""
     copies = [r["ratio"] for r in records.load(RESULTS / "mapper_cpu.json") if _is_conversion(r)]
     products = [r["ratio"] for r in records.load(RESULTS / "gemm_h200.json") if _is_default_linear(r)]
+    steps = [r["ratio"] for r in records.load(RESULTS / "step_h200.json") if _is_whole_step(r)]
     parts = []
     if copies:
         parts.append(f"converting takes {_range(copies)} of the time of `cp`")
     if products:
         parts.append(f"the contracts' linears {_range(products)} of stock `F.linear` on an H200")
+    if steps:
+        parts.append(f"whole forwards and training steps {_range(steps)} of the engines as shipped")
     return f"Cost: {', '.join(parts)} ([all numbers](docs/results.md)).\n" if parts else ""
 
 
@@ -66,6 +69,7 @@ def measured() -> str:
     parts = [
         conversion(records.load(RESULTS / "mapper_cpu.json")),
         linears(records.load(RESULTS / "gemm_h200.json")),
+        whole_steps(records.load(RESULTS / "step_h200.json")),
     ]
     return "\n".join(part for part in parts if part) + "\nEvery record: [docs/results.md](docs/results.md).\n"
 
@@ -101,14 +105,33 @@ def conversion(found: list[dict[str, Any]]) -> str:
 def linears(found: list[dict[str, Any]]) -> str:
     """Forward of the four linears with the provider that is chosen, at one rank and the default contracts."""
     shown = [r for r in found if _is_default_linear(r)]
+    return _by_rows(found, shown, ("op", "contract"), ("h3-kernels, time / stock `F.linear`", "contract"))
+
+
+def whole_steps(found: list[dict[str, Any]]) -> str:
+    """Denoise forwards of both engines and the trainer's LoRA step, every node bound, against the engine as shipped."""
+    shown = [r for r in found if _is_whole_step(r)]
+    return _by_rows(found, shown, ("engine", "direction"), ("whole transformer, time / as shipped", ""))
+
+
+def _is_whole_step(record: dict[str, Any]) -> bool:
+    """A plain run of all blocks, not extrapolated; the engine's cache of timesteps it has seen is not asked."""
+    plain = not {"case", "measured_blocks"} & record.keys() and record.get("adaln") != "cached"
+    return plain and bool(record.get("ratio"))
+
+
+def _by_rows(
+    found: list[dict[str, Any]], shown: list[dict[str, Any]], keys: tuple[str, str], head: tuple[str, str]
+) -> str:
+    """Ratios with a line for each pair of conditions and a column for each number of rows."""
     sizes = sorted({r["rows"] for r in shown})
-    cells = {(r["op"], r["contract"], r["rows"]): f"{r['ratio']:.2f}" for r in shown}
+    cells = {(*map(r.get, keys), r["rows"]): f"{r['ratio']:.2f}" for r in shown}
+    pairs = dict.fromkeys(tuple(map(r.get, keys)) for r in shown)
     rows = [
-        (op, f"`{name}`", *(cells.get((op, name, size), "") for size in sizes))
-        for op, name in dict.fromkeys((r["op"], r["contract"]) for r in shown)
+        (first, f"`{second}`", *(cells.get((first, second, size), "") for size in sizes))
+        for first, second in pairs
     ]
-    head = ("h3-kernels, time / stock `F.linear`", "contract", *(f"{size} rows" for size in sizes))
-    return f"{table(head, rows)}\n{_machine(found)}\n" if rows else ""
+    return f"{table((*head, *(f'{size} rows' for size in sizes)), rows)}\n{_machine(found)}\n" if rows else ""
 
 
 def every_record() -> str:

@@ -1,0 +1,52 @@
+"""Tables say what the records hold: nothing is left out in silence, and no cell stands for another kind of run."""
+
+from typing import Any
+
+import pytest
+import result_tables
+
+STEP = {"engine": "vllm-omni", "direction": "forward", "rows": 925, "ratio": 1.021, "adaln": "computed"}
+
+
+def cells(table: str) -> list[list[str]]:
+    """The cells of a Markdown table, without its rule."""
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (lines[0], *lines[2:])]
+
+
+def test_a_whole_step_is_one_cell() -> None:
+    found = [
+        STEP,
+        STEP | {"rows": 8349, "ratio": 0.5},
+        STEP | {"engine": "diffusers", "direction": "step", "ratio": 2.0},
+    ]
+    _, *sizes = cells(result_tables.whole_steps(found))[0]
+    assert sizes == ["", "925 rows", "8349 rows"]
+    assert cells(result_tables.whole_steps(found))[1:] == [
+        ["vllm-omni", "`forward`", "1.02", "0.50"],
+        ["diffusers", "`step`", "2.00", ""],
+    ]
+
+
+@pytest.mark.parametrize(
+    "change", [{"adaln": "cached"}, {"case": "graph"}, {"measured_blocks": {"4": {}}}, {"ratio": None}]
+)
+def test_another_kind_of_run_is_no_whole_step(change: dict[str, Any]) -> None:
+    assert result_tables.whole_steps([STEP | change]) == ""
+
+
+def test_a_divergence_names_its_first_output() -> None:
+    traces = [
+        {"case": "again", "outputs": ["a", "b", "c"], "share": [0.0, 0.0, 0.0]},
+        {"case": "planted", "outputs": ["a", "b", "c"], "share": [0.0, 0.5, 1.0]},
+    ]
+    assert cells(result_tables.divergence_table(traces))[1:] == [
+        ["again", "none", "0", "3"],
+        ["planted", "`b`", "2", "3"],
+    ]
+
+
+def test_records_without_a_number_are_counted() -> None:
+    refused = {"op": "fc2", "refused": "no legal provider"}
+    assert "1 more hold no ratio" in result_tables.refusals([{"op": "fc2", "ratio": 1.0}, refused])
+    assert result_tables.refusals([{"op": "fc2", "ratio": 1.0}]) == ""
