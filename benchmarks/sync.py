@@ -15,7 +15,6 @@ Subjects: `push` and `load_into` as the documentation describes them; mapping al
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ from h3_mapper.tp import shard
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
-from records import write  # noqa: E402
+from records import Writer  # noqa: E402
 
 KINDS = {"BF16": torch.bfloat16, "F32": torch.float32}
 Named = list[tuple[str, torch.Tensor]]
@@ -107,7 +106,6 @@ class Bench:
             "unit": "s",
             "rounds": self.rounds,
         }
-        print(json.dumps(record), flush=True)
         return record
 
 
@@ -136,9 +134,9 @@ def cut(bench: Bench) -> None:
     sync.finish()
 
 
-def digested(bench: Bench) -> None:
-    digest = LiveDigest(bench.config, Layout.DIFFUSERS)
-    for name, tensor in bench.source:
+def digested(bench: Bench, layout: Layout, named: Named) -> None:
+    digest = LiveDigest(bench.config, layout)
+    for name, tensor in named:
         digest.add(name.removeprefix("transformer."), tensor)
     digest.partials()
 
@@ -199,9 +197,20 @@ def records(bench: Bench) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
     yield bench.compare(
         "LiveDigest of the trainer",
-        partial(digested, bench),
+        partial(digested, bench, Layout.DIFFUSERS, bench.source),
         "sum of the same bytes",
         partial(summed, bench.source),
+        total,
+    )
+    native = [
+        (f"transformer.{s.name}", bench.buffer("engine", s.shape, s.dtype))
+        for s in tensors(bench.config, Layout.RELEASE)
+    ]
+    yield bench.compare(
+        "LiveDigest of native tensors, rows grouped by head",
+        partial(digested, bench, Layout.RELEASE, native),
+        "sum of the same bytes",
+        partial(summed, native),
         total,
     )
 
@@ -215,9 +224,10 @@ def main() -> None:
     args = parser.parse_args()
     layers = args.layers or (4 if args.device == "cpu" else 50)
     bench = Bench(replace(H3Config(), num_layers=layers, num_refiner_layers=1), args.device, args.rounds)
+    writer = Writer(args.out)
     with torch.no_grad():
-        found = list(records(bench))
-    write(args.out, found)
+        for record in records(bench):
+            writer.add(record)
 
 
 if __name__ == "__main__":

@@ -129,8 +129,7 @@ class LiveDigest:
         sums: dict[str, list[int]] = {name: [0, 0] for name in self._elements}
         shares: dict[str, list[Share]] = {}
         for held in self._sums.values():
-            flat = held.totals()
-            for (name, family, _), value in zip(flat, _on_host([total for *_, total in flat]), strict=True):
+            for name, family, value in held.totals():
                 sums[str(name)][family != RESIDUES] += value
             for (name, block), part in held.open.items():
                 data = array("q", part.sums.tolist()).tobytes()
@@ -139,15 +138,6 @@ class LiveDigest:
             name: Partial(sums[name][0] & MASK, sums[name][1] & MASK, elements, tuple(shares.get(name, ())))
             for name, elements in self._elements.items()
         }
-
-
-def _on_host(totals: list[Any]) -> list[int]:
-    """Python integers, with one transfer."""
-    if not totals or not hasattr(totals[0], "detach"):
-        return totals
-    import torch
-
-    return [int(value) for value in torch.stack(totals).tolist()]
 
 
 def combine(
