@@ -1,11 +1,11 @@
-# The two commands of the README are `make demo` and `make test`; everything else is `nox -l`.
+# The two commands of the README are `make demo` and `make test`; `make help` lists the rest, `nox -l` every check.
 PYTHON ?= python3.11
 BIN := $(CURDIR)/.venv/bin
 SOURCES := packages benchmarks tools tests examples noxfile.py
 SUITES := tests h3-mapper h3-kernels h3-adapter-vllm h3-adapter-diffusers
 PIP_QUIET := --disable-pip-version-check --quiet
 
-.PHONY: demo test setup lint format typecheck unit parity docs clean
+.PHONY: demo test setup lint format typecheck unit parity docs clean help
 
 demo: .demo/.installed  ## convert a small checkpoint through every layout and prove it, without torch
 	.demo/bin/h3-mapper demo
@@ -25,18 +25,18 @@ setup: .boot/.installed  ## fill the wheelhouse, sync .venv, add the engines
 	.boot/bin/pip install $(PIP_QUIET) --require-hashes -r requirements/boot.txt
 	@touch $@
 
-lint:
+lint:  ## ruff, rules and format
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
-format:
+format:  ## ruff, with fixes
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-typecheck:
+typecheck:  ## mypy --strict on every package
 	$(BIN)/mypy packages/h3-mapper/src packages/h3-kernels/src packages/h3-adapter-vllm/src packages/h3-adapter-diffusers/src
 
-unit: $(SUITES:%=unit-%)
+unit: $(SUITES:%=unit-%)  ## every CPU test, package by package
 
 # One run per package: the engines and torch.distributed keep one global group per process, and packages must not share it.
 unit-%:
@@ -45,8 +45,11 @@ unit-%:
 parity: setup  ## the same tiny weights through both real engines, with and without the adapters
 	OMP_NUM_THREADS=1 $(BIN)/python tools/parity.py
 
-docs: setup
+docs: setup  ## build the site of docs/, strictly
 	$(BIN)/mkdocs build --strict
 
-clean:
+clean:  ## remove what the above made
 	rm -rf .boot .demo .venv .wheelhouse .nox site dist
+
+help:  ## list these targets
+	@sed -n 's/^\([a-z]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
