@@ -75,9 +75,9 @@ def kind(node: str) -> str:
     return re.sub(r"blocks\.\d+\.", "", node)
 
 
-def compare(name: str, engines: Engines, rows: int, writer: Writer) -> None:
+def compare(name: str, engines: Engines, rows: int, blocks: int, writer: Writer) -> None:
     """The records of one engine."""
-    dit = PackedDiT(DiTConfig.from_mapping(engines.config))
+    dit = PackedDiT(DiTConfig.from_mapping({**engines.config, "num_layers": blocks}))
     request = engines.request(rows)
     stock, weights, inputs, planted = _ENGINES[name](engines, dit, request)
     comparison = Comparison()
@@ -89,7 +89,7 @@ def compare(name: str, engines: Engines, rows: int, writer: Writer) -> None:
         beside = {node: comparison.beside(node, arithmetic) for node, arithmetic in planted.items()}
         dit.run(weights, inputs, Settings(overlay=beside))
     first = first_divergence(runs["strict"][1], runs["shipped"][1])
-    shared = {"engine": name, "rows": rows, "blocks": engines.blocks, "case": "divergence"}
+    shared = {"engine": name, "rows": rows, "blocks": blocks, "case": "divergence"}
     shared["planted_differing"] = differing(runs["shipped"][0], stock())
     for node in comparison.values:
         record = shared | comparison.record(node)
@@ -112,7 +112,7 @@ Parts = tuple[Callable[[], Outputs], ModuleWeights, PackedInputs, dict[str, Plan
 
 
 def _diffusers(engines: Engines, dit: PackedDiT, request: Any) -> Parts:
-    model = engines.trainer(bound=False)
+    model = engines.trainer(bound=False, blocks=dit.config.layers)
     inputs = diffusers_inputs(engines.trainer_inputs(request))
     return (
         engines.trainer_forward(model, request),
@@ -123,7 +123,7 @@ def _diffusers(engines: Engines, dit: PackedDiT, request: Any) -> Parts:
 
 
 def _vllm(engines: Engines, dit: PackedDiT, request: Any) -> Parts:
-    model = engines.vllm
+    model = engines.rollout(bound=False, blocks=dit.config.layers)
     inputs = vllm_inputs(engines.rollout_inputs([request]))
     weights = ModuleWeights(LiveTensors(model))
     return engines.rollout_forward(model, request), weights, inputs, vllm_nodes(dit, model, inputs)
@@ -132,10 +132,10 @@ def _vllm(engines: Engines, dit: PackedDiT, request: Any) -> Parts:
 _ENGINES = {"vllm-omni": _vllm, "diffusers": _diffusers}
 
 
-def run_divergence(engines: Engines, writer: Writer, rows: int) -> None:
-    """Both engines."""
+def run_divergence(engines: Engines, writer: Writer, rows: int, blocks: int = 2) -> None:
+    """Both engines, the first ``blocks`` blocks."""
     for name in _ENGINES:
-        compare(name, engines, rows, writer)
+        compare(name, engines, rows, blocks, writer)
 
 
 def main() -> None:
@@ -152,9 +152,8 @@ def main() -> None:
     device = "cpu" if arguments.smoke else "cuda"
     config = dict(TINY) if arguments.smoke else {**RELEASE, "num_layers": arguments.blocks}
     with engine.engine():
-        run_divergence(
-            Engines(config, device), Writer(arguments.out), 33 if arguments.smoke else arguments.rows
-        )
+        rows = 33 if arguments.smoke else arguments.rows
+        run_divergence(Engines(config, device), Writer(arguments.out), rows, config["num_layers"])
 
 
 if __name__ == "__main__":

@@ -218,10 +218,16 @@ class Engines:
         return sdpa_kernel([SDPBackend.CUDNN_ATTENTION]) if self.device == "cuda" else nullcontext()
 
 
-def to_device(inputs: dict[str, Any], device: str) -> dict[str, Any]:
-    """Nested keyword arguments with their tensors moved."""
-    moved = {k: to_device(v, device) if isinstance(v, dict) else v for k, v in inputs.items()}
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in moved.items()}
+def to_device(inputs: dict[str, Any], device: str, moved: dict[int, Tensor] | None = None) -> dict[str, Any]:
+    """Nested keyword arguments with their tensors moved; one that is given twice stays one."""
+    seen: dict[int, Tensor] = {} if moved is None else moved
+
+    def place(value: Any) -> Any:
+        if isinstance(value, dict):
+            return to_device(value, device, seen)
+        return seen.setdefault(id(value), value.to(device)) if isinstance(value, Tensor) else value
+
+    return {name: place(value) for name, value in inputs.items()}
 
 
 def differing(a: Iterable[Tensor], b: Iterable[Tensor]) -> int:

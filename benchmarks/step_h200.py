@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +38,6 @@ from records import Writer
 from release import RELEASE
 
 Variants = dict[str, Callable[[], Any]]
-CELLS = ("forward", "step", "nodes", "kernels", "graph", "contracts", "long")
 KERNELS = {
     "attention": ("flash", "fmha", "sdpa", "attention", "dkdv", "dq_kernel", "delta_kernel"),
     "gemm": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "tree_reduce", "lora_expand"),
@@ -84,7 +85,8 @@ class Steps:
                 "diffusers": {v: self._trainer(v, blocks) for v in ("stock", "ours")},
             }
             runs = self._forwards(models, rows)
-            times[blocks] = self._times({(e, v): run for e, pair in runs.items() for v, run in pair.items()})
+            flat = {(e, v): run for e, pair in runs.items() for v, run in pair.items()}
+            times[blocks] = self._times(flat, 3)
         total = self.engines.blocks
         for name in self.models:
             ours, stock = (
@@ -127,30 +129,30 @@ class Steps:
             parallel_id(units): self.engines.rollout(bound=True, contract=parallel_id(units))
             for units in (8, 4, 2, 1)
         }
-        times = self._times(self._forwards({"vllm-omni": models}, rows)["vllm-omni"])
+        times = self._times(self._forwards({"vllm-omni": models}, rows)["vllm-omni"], 3)
         for contract, milliseconds in times.items():
             if contract != "stock":
                 record = self._record("vllm-omni", rows, milliseconds, times["stock"])
                 self.writer.add(record | {"case": "contract", "contract": contract})
 
     def step(self, rows: int, rounds: int) -> None:
-        """LoRA training steps of Diffusers' model."""
+        """LoRA training steps of Diffusers' model: first the gradients, which warm up, then times, then a repeat."""
         pair = {v: self._trainer(v, self.engines.blocks, lora=True) for v in ("stock", "ours")}
         request = self.engines.request(rows)
         runs: Variants = {v: self.engines.trainer_step(model, request) for v, model in pair.items()}
-        times = self._times(runs, rounds)
+        gradients = {v: [g.clone() for g in run().values()] for v, run in runs.items()}
+        times = self._times(runs, rounds, warmup=0)
         record = {"engine": "diffusers", "direction": "step", "rows": rows, **self.shared, "lora_rank": RANK}
         record |= compared(times["ours"], times["stock"])
         record |= {"stock_attention": self.stock_attention["diffusers"]}
-        gradients = {v: [g.clone() for g in run().values()] for v, run in runs.items()}
-        for variant, run in runs.items():
-            key = "repeat_differing" if variant == "ours" else "stock_repeat_differing"
-            record[key] = differing(gradients[variant], run().values())
         record["gradient_distance"] = distance(gradients["stock"], gradients["ours"])
+        for variant, prefix in (("ours", ""), ("stock", "stock_")):
+            pair[variant].zero_grad(set_to_none=True)
+            again, most = allocated(runs[variant], self.cuda)
+            record[f"{prefix}repeat_differing"] = differing(gradients[variant], again.values())
+            record |= {f"{prefix}peak_bytes": held(pair[variant]) + most} if self.cuda else {}
+        self.writer.add(record)
         gradients.clear()
-        for model in pair.values():
-            model.zero_grad(set_to_none=True)
-        self.writer.add(record | self._peaks("diffusers", runs, pair))
         if self.cuda and rows > 4096:
             self._by_kernel("diffusers", "step", rows, runs)
         runs.clear()
@@ -206,11 +208,13 @@ class Steps:
     def _trainer(self, variant: str, blocks: int, *, lora: bool = False) -> Any:
         return self.engines.trainer(bound=variant == "ours", blocks=blocks, lora=lora)
 
-    def _times(self, runs: Mapping[Any, Callable[[], Any]], rounds: int | None = None) -> dict[Any, float]:
+    def _times(
+        self, runs: Mapping[Any, Callable[[], Any]], rounds: int | None = None, warmup: int = 1
+    ) -> dict[Any, float]:
         if not runs:
             return {}
         timings = interleaved_bench(
-            runs, device=self.engines.device, rounds=rounds or self.rounds, warmup=1, flush_l2=False, graphs=False
+            runs, device=self.engines.device, rounds=rounds or self.rounds, warmup=warmup, flush_l2=False, graphs=False
         )  # fmt: skip
         return {name: timing.median_us / 1e3 for name, timing in timings.items()}
 
@@ -228,11 +232,10 @@ class Steps:
             for name, found in outputs.items()
         }
 
-    def _peaks(self, name: str, runs: Variants, models: Mapping[str, Any] | None = None) -> dict[str, int]:
+    def _peaks(self, name: str, runs: Variants) -> dict[str, int]:
         if not self.cuda:
             return {}
-        models = models or self.models[name]
-        found = {variant: held(models[variant]) + allocated(run) for variant, run in runs.items()}
+        found = {v: held(self.models[name][v]) + allocated(run, True)[1] for v, run in runs.items()}
         return {"peak_bytes": found["ours"], "stock_peak_bytes": found["stock"]}
 
     def _by_kernel(self, name: str, direction: str, rows: int, runs: Variants) -> None:
@@ -331,14 +334,15 @@ def held(model: Any) -> int:
     return sum(tensors.values())
 
 
-def allocated(run: Callable[[], Any]) -> int:
-    """Most bytes a call allocates beside what lay there."""
+def allocated(run: Callable[[], Any], cuda: bool) -> tuple[Any, int]:
+    """The result of a call, and the most bytes it allocates beside what lay there."""
+    if not cuda:
+        return run(), 0
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = run()
     torch.cuda.synchronize()
-    del result
-    return int(torch.cuda.max_memory_allocated() - before)
+    return result, int(torch.cuda.max_memory_allocated() - before)
 
 
 def gpu_busy(run: Callable[[], Any]) -> tuple[dict[str, float], int]:
@@ -357,52 +361,73 @@ def gpu_busy(run: Callable[[], Any]) -> tuple[dict[str, float], int]:
     return {name: round(value, 3) for name, value in total.items()}, count
 
 
-def cells(steps: Steps, smoke: bool, only: list[str]) -> Iterator[Callable[[], None]]:
-    """Every cell, the ones that matter most first."""
+def cells(steps: Steps, smoke: bool) -> dict[str, list[Callable[[], None]]]:
+    """Every cell, in the order they are run."""
     short, middle, long = (20, 33, 40) if smoke else (70, 925, 8349)
     longest, few = (60, (1, 2)) if smoke else (37000, (2, 8))
-    todo: dict[str, list[Callable[[], None]]] = {
-        "forward": [
-            *(lambda n=n: steps.forward(n) for n in (long, middle, short)),
-            *(lambda n=n: steps.cached(n) for n in (middle, short)),
-        ],
-        "step": [lambda: steps.step(long, 3), lambda: steps.step(middle, steps.rounds)],
+    return {
+        "forward": [lambda n=n: steps.forward(n) for n in (long, middle, short)],
+        "step": [lambda: steps.step(long, 2), lambda: steps.step(middle, steps.rounds)],
+        "graph": [lambda n=n: steps.graph(n) for n in (short, middle) if steps.cuda],
         "nodes": [lambda n=n: steps.nodes(n) for n in (long, middle)],
         "kernels": [lambda n=n: steps.kernels(n) for n in (long, middle)],
-        "graph": [lambda n=n: steps.graph(n) for n in (short, middle) if steps.cuda],
-        "contracts": [lambda n=n: steps.contracts(n) for n in (long, middle)],
         "long": [lambda: steps.long(longest, few)],
+        "cached": [lambda n=n: steps.cached(n) for n in (middle, short)],
+        "contracts": [lambda n=n: steps.contracts(n) for n in (middle, long)],
     }
-    for name in only:
-        yield from todo[name]
 
 
-def main() -> None:
+def attempt(name: str, cell: Callable[[], Any], writer: Writer) -> bool:
+    """Run a cell; a fault is a record of its own, so that the other cells are still made. Whether it ran."""
+    try:
+        cell()
+    except Exception as error:  # noqa: BLE001  # whatever an engine or a driver raises
+        traceback.print_exc()
+        writer.add({"case": name, "refused": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"})
+        return False
+    return True
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "step_h200.json")
     parser.add_argument("--blocks", type=int, default=50)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", nargs="+", choices=CELLS, default=list(CELLS))
+    parser.add_argument("--only", nargs="+", default=None, help="kinds of cells")
     parser.add_argument("--gates", type=Path, help="also run gates_h200 on the same models, into this file")
+    parser.add_argument("--divergence", type=Path, help="also run divergence_h200 on them, into this file")
     parser.add_argument("--smoke", action="store_true", help="tiny engines on the CPU, few rows")
     arguments = parser.parse_args()
     device = "cpu" if arguments.smoke else "cuda"
     config = {**TINY, "num_layers": 3} if arguments.smoke else {**RELEASE, "num_layers": arguments.blocks}
     torch.utils.deterministic.fill_uninitialized_memory = False
+    writer = Writer(arguments.out)
     with engine.engine():
         if device == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(True)
         engines = Engines(config, device)
-        if arguments.gates:
-            from gates_h200 import run_gates
+        steps = Steps(engines, writer, 2 if arguments.smoke else arguments.rounds)
+        todo = [(kind, cell) for kind, made in cells(steps, arguments.smoke).items() for cell in made]
+        chosen = [(kind, cell) for kind, cell in todo if arguments.only is None or kind in arguments.only]
+        chosen[4:4] = list(checks(engines, arguments, writer))
+        return int(not all([attempt(kind, cell, writer) for kind, cell in chosen]))
 
-            run_gates(engines, Writer(arguments.gates))
-        steps = Steps(engines, Writer(arguments.out), 2 if arguments.smoke else arguments.rounds)
-        for cell in cells(steps, arguments.smoke, arguments.only):
-            cell()
+
+def checks(
+    engines: Engines, arguments: argparse.Namespace, writer: Writer
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Gates and divergence on the same models, if asked for."""
+    from divergence_h200 import run_divergence
+    from gates_h200 import run_gates
+
+    if arguments.gates:
+        yield "gates", lambda: run_gates(engines, Writer(arguments.gates))
+    if arguments.divergence:
+        rows = 33 if arguments.smoke else 925
+        yield "divergence", lambda: run_divergence(engines, Writer(arguments.divergence), rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,13 +26,38 @@ def diffusers_nodes(dit: PackedDiT, model: Any, inputs: PackedInputs) -> dict[st
     bounds = {"packed": inputs.cu_seqlens.tolist(), "text": inputs.text_cu_seqlens.tolist()}
     context = provider_ops.Context(dit.config, weights_view(model), bounds)
     nodes = (node for node in dit.nodes if node.op in provider_ops.OPERATIONS)
-    return {node.name: diffusers_arithmetic(context, node) for node in nodes}
+    planted = {node.name: diffusers_arithmetic(context, node) for node in nodes}
+    return planted | heads_over_all_rows(inputs, {"video": model.proj_out, "audio": model.audio_proj_out})
 
 
 def vllm_nodes(dit: PackedDiT, model: Any, inputs: PackedInputs) -> dict[str, Planted]:
     """vLLM-Omni's arithmetic for every node that computes something."""
     engine = VllmArithmetic(dit.config, model, inputs)
-    return {node.name: engine.of(node) for node in dit.nodes if node.op in engine.operations}
+    planted = {node.name: engine.of(node) for node in dit.nodes if node.op in engine.operations}
+    heads = {name: getattr(model.final_layer, f"{name}_out") for name in ("video", "audio")}
+    return planted | heads_over_all_rows(inputs, heads)
+
+
+def heads_over_all_rows(inputs: PackedInputs, heads: dict[str, Any]) -> dict[str, Planted]:
+    """Output heads as both engines run them: over every packed row, the stream's rows selected behind them.
+
+    A library's product of fewer rows has other bits.
+    """
+    rows: dict[str, Tensor] = {}
+
+    def gather(strict: Planted, h: Tensor, *rest: Tensor) -> Outputs:
+        rows["h"] = h.float()
+        return strict(h, *rest)
+
+    def head(name: str) -> Planted:
+        def all_rows(strict: Planted, x: Tensor) -> Outputs:
+            y = heads[name](rows["h"])
+            y = y[0] if isinstance(y, tuple) else y
+            return (y.index_select(0, getattr(inputs, f"{name}_positions")),)
+
+        return all_rows
+
+    return {"gather": gather, **{f"final_layer.{name}_out": head(name) for name in heads}}
 
 
 class VllmArithmetic:

@@ -117,7 +117,7 @@ def compile_case(case: Case, capability: int, fusion: bool = False) -> str:
             return case.types[name]
         if name.endswith("_desc"):
             return f"tensordesc<bf16[{', '.join(map(str, block(case, name)))}]>"
-        if name.startswith(("eps", "scale_log2")) or name == "scale":
+        if name.startswith(("eps", "scale_log2")) or name in {"scale", "zero"}:
             return "fp32"
         return {"index_ptr": "*i64"}.get(name, "*bf16" if name.endswith("_ptr") else "i32")
 

@@ -186,6 +186,8 @@ def apply_group(
     session = active_session()
     if session is not None and torch.is_grad_enabled():
         return cast(tuple[Tensor, ...], session.eagerly(_apply, call, session, x, weights, biases))
+    if not torch.is_grad_enabled() and op_adds_nothing(x, *weights, *biases):
+        return tuple(call.forward(x, w, b) for w, b in zip(weights, biases, strict=True))
     return _apply(call, None, x, weights, biases)
 
 

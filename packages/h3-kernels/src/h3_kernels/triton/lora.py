@@ -26,7 +26,7 @@ TILE = {"ROWS": 128, "COLS": 128, "num_warps": 8, "num_stages": 1, "enable_fp_fu
 
 @triton.jit
 def lora_expand_kernel(
-    y_ptr, base_ptr, h_ptr, b_ptr, rows, columns, y_stride, base_stride, h_stride, b_stride,
+    y_ptr, base_ptr, h_ptr, b_ptr, rows, columns, y_stride, base_stride, h_stride, b_stride, zero,
     RANK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """ROWS x COLS of y; columns go fastest, so that a block of h stays where it is."""
@@ -43,7 +43,9 @@ def lora_expand_kernel(
         mask=(column < columns)[:, None],
         other=0.0,
     )
-    y = base.to(tl.float32) + tl.dot(h, b.T)
+    # The compiler makes x + dot(a, b) a dot that starts from x, another chain; not if it starts from what may not be 0.
+    term = tl.dot(h, b.T, tl.zeros((ROWS, COLS), tl.float32) + zero)
+    y = base.to(tl.float32) + term
     tl.store(y_ptr + at * y_stride + column[None, :], y.to(y_ptr.dtype.element_ty), mask=live)
 
 
@@ -54,18 +56,6 @@ def lora_expand(base: Tensor, h: Tensor, b: Tensor) -> Tensor:
     y = torch.empty((rows, columns), dtype=base.dtype, device=base.device)
     if y.numel():
         grid = triton.cdiv(rows, TILE["ROWS"]) * triton.cdiv(columns, TILE["COLS"])
-        lora_expand_kernel[(grid,)](
-            y,
-            base,
-            h,
-            b,
-            rows,
-            columns,
-            y.stride(0),
-            base.stride(0),
-            h.stride(0),
-            b.stride(0),
-            RANK=rank,
-            **TILE,
-        )
+        strides = (t.stride(0) for t in (y, base, h, b))
+        lora_expand_kernel[(grid,)](y, base, h, b, rows, columns, *strides, 0.0, RANK=rank, **TILE)
     return y
