@@ -1,8 +1,7 @@
-"""The real engine in several processes on GPUs: tensor and sequence parallel ranks have the bytes of one.
+"""The real engine on several GPUs, its own NCCL groups: tensor and sequence parallel ranks have the bytes of one GPU.
 
-Over the engine's NCCL groups with a GPU a rank, as ``tools/gpu_matrix.py h200 --gpus N`` has them, and at tp 2 over
-gloo on one GPU. Needs vLLM's CUDA build or the site that tools/h200_site packs. The CPU proof of the same is in
-test_tp.py and test_model_scope.py.
+Needs a GPU a rank, as ``tools/gpu_matrix.py h200 --gpus N`` has them, and vLLM's CUDA build or the site that
+tools/h200_site packs. The CPU proof of the same is in test_tp.py and test_model_scope.py.
 """
 
 import functools
@@ -18,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their part by
 
 import vllm_gpu_ranks as ranks
 
-GPUS = min(torch.cuda.device_count() if ranks.DEVICE == "cuda" else 8, int(os.environ.get("H3_GPUS", "8")))
+LIMIT = int(os.environ.get("H3_GPUS", "8"))
+GPUS = min(torch.cuda.device_count(), LIMIT) if ranks.WANTED == "cuda" else LIMIT
 VELOCITIES = ("video", "audio")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.engine]
@@ -37,11 +37,7 @@ def worlds(tmp_path_factory):
     return run
 
 
-ALONE = pytest.mark.skipif(GPUS != 1, reason="the ranks have GPUs of their own, or there is none")
-DEGREES = [
-    pytest.param(2, marks=[needs(1), ALONE], id="2-one-gpu"),
-    *(pytest.param(tp, marks=needs(tp)) for tp in (2, 4, 8)),
-]
+DEGREES = [pytest.param(tp, marks=needs(tp)) for tp in (2, 4, 8)]
 SEQUENCES = [
     pytest.param(tp, sequence, marks=needs(tp * sequence))
     for tp, sequence in ((1, 2), (1, 4), (2, 2), (1, 8), (2, 4), (4, 2))

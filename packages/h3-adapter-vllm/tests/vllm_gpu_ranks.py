@@ -1,8 +1,8 @@
-"""What each rank of a GPU group does with the real engine; run by ``run_ranks`` in fresh processes.
+"""What each rank of a GPU group does with the real engine; run by ``run_ranks`` in fresh processes, one GPU each.
 
-The engine's own groups, tensor parallel and Ulysses beside it: over NCCL with a GPU a rank, over gloo where all ranks
-share one. Weights travel in a file that the one rank of the smallest group writes. H3_TEST_DEVICE=cpu tries the code of
-these tests where there is no GPU.
+The engine's own groups, over NCCL: tensor parallel, and Ulysses beside it. Weights travel in a file that the one rank
+of the smallest group writes. H3_TEST_DEVICE=cpu, or =shared for one GPU under all ranks, tries the code of these tests
+where there are not enough GPUs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-DEVICE = os.environ.get("H3_TEST_DEVICE", "cuda")
+WANTED = os.environ.get("H3_TEST_DEVICE", "cuda")
+DEVICE = "cpu" if WANTED == "cpu" else "cuda"
 ROWS = 333 if DEVICE == "cuda" else 21  # no number of ranks divides them
 Outputs = dict[str, torch.Tensor]
 
@@ -37,10 +38,9 @@ def _rank(rank: int, tp: int, sequence: int, folder: str, out: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(tp * sequence), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the engine's CUDA builds warn; that is not what is tested
-    shared = DEVICE == "cuda" and torch.cuda.device_count() < tp * sequence
     if DEVICE == "cuda":
-        torch.cuda.set_device(0 if shared else rank)
-    if shared:
+        torch.cuda.set_device(0 if WANTED == "shared" else rank)
+    if WANTED == "shared":
         os.environ.update(TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1", VLLM_DISABLE_PYNCCL="1")
     with (_groups if DEVICE == "cuda" else _groups_on_cpu)(rank, tp, sequence, f"file://{out}/store"):
         found = outputs(Path(folder) / "release.pt", tp, sequence)
@@ -57,7 +57,7 @@ def _groups(rank: int, tp: int, sequence: int, store: str) -> Iterator[None]:
 
     set_custom_all_reduce(False)  # as above, and the other one is not built everywhere
     world, device = tp * sequence, torch.cuda.current_device()
-    backend = "nccl" if torch.cuda.device_count() >= world else "gloo"
+    backend = "nccl" if WANTED == "cuda" else "gloo"
     with set_current_vllm_config(VllmConfig()):
         dist.init_process_group(backend, init_method=store, world_size=world, rank=rank)
         parallel_state.init_distributed_environment(world, rank, store, device, backend)
