@@ -159,9 +159,17 @@ def test_mixing_is_a_bijection_that_spreads_every_bit():
 def test_words_are_views_where_they_can_be_and_copies_where_they_cannot():
     flat = torch.arange(65, dtype=torch.int32).to(torch.bfloat16)
     aligned, shifted = flat[:64].view(4, 16), flat[1:].view(4, 16)
-    assert words_of(aligned, 8).data_ptr() == flat.data_ptr()
-    assert torch.equal(words_of(shifted, 8), shifted.clone().view(torch.int64))
-    assert torch.equal(words_of(flat, 2), flat.view(torch.int16).to(torch.int64)[:, None])
+    assert words_of(aligned, 8).ctypes.data == flat.data_ptr()
+    assert np.array_equal(words_of(shifted, 8), shifted.clone().view(torch.int64).numpy())
+    assert np.array_equal(words_of(flat, 2), flat.view(torch.int16).to(torch.int64)[:, None].numpy())
+
+
+def test_without_numpy_a_cpu_tensor_is_summed_by_torch_with_the_same_result(monkeypatch):
+    tensor = torch.from_numpy(WORDS).view(torch.bfloat16)
+    monkeypatch.setattr(word_sum, "_numpy_is_there", lambda: False)
+    words = words_of(tensor, 8)
+    assert isinstance(words, torch.Tensor)
+    assert summed(words.numpy(), make=torch.from_numpy) == REFERENCE
 
 
 def test_the_grid_of_the_released_matrices():
