@@ -13,8 +13,8 @@ variants in one run.
 
 Every cell first checks bits: the forward and the gradients repeat; in scope `model` the packed rows are
 permuted under logical keys; LoRA gradients of the last block against fp64, strict and provider, on the same
-inputs. With `--rollout`, the velocities of vLLM-Omni on the same weights and adapter, padded, are compared
-byte by byte with the trainer's.
+inputs. With `--rollout` (or, alone, `--velocities`) the velocities of vLLM-Omni on the same weights and
+adapter, padded, are compared byte by byte with the trainer's.
 """
 
 from __future__ import annotations
@@ -60,24 +60,23 @@ TIMES = torch.tensor([0.2, 0.6]), 0.6, 0.2  # distinct timesteps; of video rows;
 class Bench:
     """The models of one run by variant, with their handles (none as shipped)."""
 
-    def __init__(self, config: dict[str, Any], device: str) -> None:
+    def __init__(self, config: dict[str, Any], device: str, *, velocities: bool = False) -> None:
         self.config, self.device = config, device
         self.models: dict[str, Any] = {}
         self.handles: dict[str, Handle] = {}
         self.refused: dict[str, str] = {}
         first: Any = None
-        for name in (
-            ("cudnn", "flash", "projections", "model")
-            if device == "cuda"
-            else ("stock", "projections", "model")
-        ):
+        names = ("cudnn", "flash", "projections", "model")
+        names = names if device == "cuda" else ("stock", *names[2:])
+        for name in (names[0], "model") if velocities else names:
             model = self._twin(first)
             first = first or model
             try:
                 if name in ("projections", "model"):
                     self.handles[name] = install_h3_training(model, scope=name)
                 self.models[name] = model
-                self.step(name, self.request(70))()
+                if not velocities:
+                    self.step(name, self.request(70))()
             except (H3AdapterError, H3KernelsError, RuntimeError) as error:
                 self.refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 self.models.pop(name, None)
@@ -333,6 +332,15 @@ def cell_records(cell: dict[str, Any], stock: str) -> list[dict[str, Any]]:
     ]
 
 
+def measure(bench: Bench, writer: Writer, shared: dict[str, Any], rows: list[int], rounds: int) -> None:
+    """Every cell, then the gradient gate."""
+    stock = next(iter(bench.models))
+    for count in rows:
+        for record in cell_records(bench.cell(count, rounds), stock):
+            writer.add({**shared, **record, "providers": bench.providers().get(record["scope"])})
+    writer.add({**shared, "case": "LoRA gradient gate", **bench.gate(rows[min(1, len(rows) - 1)])})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -344,12 +352,15 @@ def main() -> None:
     parser.add_argument(
         "--rollout", action="store_true", help="also compare with vLLM-Omni on the same weights"
     )
+    parser.add_argument(
+        "--velocities", action="store_true", help="nothing but that comparison, at the first two row counts"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny model on the CPU, few rows")
     arguments = parser.parse_args()
     device = "cpu" if arguments.smoke else "cuda"
     config = dict(TINY) if arguments.smoke else {**RELEASE, "num_layers": arguments.layers}
     rows = [20, 33] if arguments.smoke else arguments.rows
-    bench = Bench(config, device)
+    bench = Bench(config, device, velocities=arguments.velocities)
     writer = Writer(arguments.out)
     shared = {
         "engine": "diffusers",
@@ -359,13 +370,10 @@ def main() -> None:
     }
     for variant, reason in bench.refused.items():
         writer.add({**shared, "scope": variant, "refused": reason})
-    stock = next(iter(bench.models))
-    for count in rows:
-        cell = bench.cell(count, 3 if arguments.smoke else arguments.rounds)
-        for record in cell_records(cell, stock):
-            writer.add({**shared, **record, "providers": bench.providers().get(record["scope"])})
-    writer.add({**shared, "case": "LoRA gradient gate", **bench.gate(rows[min(1, len(rows) - 1)])})
-    for count in rows[:2] if arguments.rollout and "model" in bench.models else []:
+    if not arguments.velocities:
+        measure(bench, writer, shared, rows, 3 if arguments.smoke else arguments.rounds)
+    wanted = arguments.rollout or arguments.velocities
+    for count in rows[:2] if wanted and "model" in bench.models else []:
         writer.add({**shared, "case": "velocities of both engines", **bench.rollout(count)})
 
 

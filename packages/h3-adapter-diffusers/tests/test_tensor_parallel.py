@@ -1,6 +1,8 @@
 """Tensor parallelism of the trainer: velocities, LoRA gradients and whole gradients of tp 2, 4, 8 are tp 1's
 bytes."""
 
+import re
+
 import pytest
 import torch
 from diffusers import TensorParallelConfig
@@ -169,7 +171,7 @@ def refusals():
 def test_what_cannot_be_sharded_is_refused():
     heads, features, wrapped = run_ranks(refusals, 8)[0]
     assert "9 heads do not divide by tp=8" in heads
-    assert "ff.net.0.proj: 300 features do not divide by tp=8" in features
+    assert re.search(r"ff\.net\.0\.proj.* and 4 more: 300 features do not divide by tp=8", features)
     assert "already wrapped by LoRA" in wrapped
 
 

@@ -12,7 +12,7 @@ from h3_kernels.binding import (
     differing_dtypes,
     dtype_reasons,
 )
-from h3_kernels.errors import H3KernelsError, ModeError
+from h3_kernels.errors import H3KernelsError, InstallError, ModeError
 from h3_kernels.modes import InstallSettings, Mode, Scope, resolve_mode
 
 
@@ -120,3 +120,17 @@ def test_differing_dtypes_are_grouped_and_counted():
     assert norms.endswith("norm12 and 7 more: are bf16, expected fp32")
     assert bias == "bias: is fp16, expected fp32"
     assert not list(dtype_reasons(differing_dtypes(held, held)))
+
+
+def test_an_install_error_states_an_obstacle_of_many_modules_once():
+    error = InstallError(
+        [*(f"blocks.{i}.fc: is float16" for i in range(5)), "proj: is quantised", "no blocks"]
+    )
+    assert len(error.reasons) == 7
+    assert str(error) == (
+        "cannot install the h3 contracts: blocks.0.fc, blocks.1.fc, blocks.2.fc, blocks.3.fc and 1 more: is float16; "
+        "proj: is quantised; no blocks"
+    )
+    assert str(InstallError([f"{i}: obstacle {i}" for i in range(10)])).endswith(
+        "; 7: obstacle 7; and 2 more"
+    )

@@ -64,7 +64,9 @@ class GraphBinding:
         self._overlay, unmatched = expand(overlay, self._dit.nodes)
         reasons = obstacles(model, sites, contract=settings.contract, tp=settings.tp)
         reasons += wrapper_obstacles(sites)
-        reasons += [f"overlay {pattern!r} names no node of the graph" for pattern in unmatched]
+        reasons += [
+            f"overlay {pattern!r} names no node of the graph; report() lists them" for pattern in unmatched
+        ]
         reasons += [
             f"{name or 'the model'}: its forward is already replaced on the instance (offload, context parallel or"
             " another install); install the contracts first, hooks after"

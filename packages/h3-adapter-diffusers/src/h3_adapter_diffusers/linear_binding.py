@@ -95,7 +95,9 @@ class LinearBinding:
     def _overlay_obstacles(self) -> list[str]:
         names = list(self._sites)
         unmatched = [p for p in self._overlay if not any(fnmatchcase(name, p) for name in names)]
-        return [f"overlay {pattern!r} names no linear of the model" for pattern in unmatched]
+        return [
+            f"overlay {pattern!r} names no linear of the model; report() lists them" for pattern in unmatched
+        ]
 
     def _refuse_partial_gradients(self) -> None:
         """A rank sees its own heads only, and torch's norm knows nothing of the others."""
