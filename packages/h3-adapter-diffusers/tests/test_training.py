@@ -1,5 +1,6 @@
 """Replay and the training step: exact log-probabilities, and gradients that no packing can change."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from h3_adapter_diffusers.testing.packings import packings, t2va
 from h3_adapter_diffusers.testing.tiny import build
 from h3_adapter_diffusers.training import AUDIO_SHIFT, VIDEO_SHIFT, Step, replay, sigma_grid, velocity
 from h3_kernels.backward_session import backward_session
-from h3_kernels.errors import LogicalKeysError
+from h3_kernels.errors import LogicalKeysError, SessionError
 from h3_kernels.logical_keys import LogicalKeys
 from peft import LoraConfig
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -22,13 +23,13 @@ TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2"]
 SCOPES = ["projections", "model"]
 
 
-def lora_model(seed=7):
+def lora_model(seed=7, dtype=torch.bfloat16, alpha=16):
     model = build()
     torch.manual_seed(seed)
-    model.add_adapter(LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS, init_lora_weights=False))
+    model.add_adapter(LoraConfig(r=8, lora_alpha=alpha, target_modules=TARGETS, init_lora_weights=False))
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.data = parameter.data.bfloat16()
+            parameter.data = parameter.data.to(dtype)
     return model.train()
 
 
@@ -98,15 +99,15 @@ def test_a_record_that_does_not_fit_is_refused():
         replay(model, request.packed, request.text, replace(step, sigma_next=0.0))
 
 
-def step_gradients(scope, requests, *, checkpoint=False, order=None, ids=None):
+def step_gradients(scope, requests, *, checkpoint=False, order=None, ids=None, session=True, **adapter):
     """One optimizer step's gradients: a replayed step of every request, each its own microbatch, one
-    session."""
-    model = lora_model()
+    session (or none)."""
+    model = lora_model(**adapter)
     handle = install_h3_training(model, scope=scope)
     if checkpoint:
         model.enable_gradient_checkpointing()
     steps = [recorded(model, request) for request in requests]
-    with backward_session(model):
+    with backward_session(model) if session else nullcontext():
         for i in order or range(len(requests)):
             result = replay(
                 model, requests[i].packed, requests[i].text, steps[i][0], handle=handle,
@@ -114,6 +115,43 @@ def step_gradients(scope, requests, *, checkpoint=False, order=None, ids=None):
             )  # fmt: skip
             (result.log_prob * (1 + i)).backward()
     return grads(model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "alpha"), [(torch.float32, 16), (torch.float32, 3), (torch.bfloat16, 3)], ids=str
+)
+def test_a_session_takes_fp32_masters_and_any_scale(dtype, alpha):
+    """A of 8, alpha 3: B is rounded, scaled in bf16, and still reduced once: in any order of microbatches, the same
+    gradients; of one microbatch, those of a plain backward. Adding microbatches up is the twin."""
+    one, both = packings()[:1], packings()[:2]
+    plain = step_gradients("model", one, session=False, dtype=dtype, alpha=alpha)
+    assert {g.dtype for g in plain.values()} == {dtype}
+    assert not same(plain, step_gradients("model", one, dtype=dtype, alpha=alpha))
+    reference = step_gradients("model", both, dtype=dtype, alpha=alpha)
+    assert not same(reference, step_gradients("model", both, order=[1, 0], dtype=dtype, alpha=alpha))
+    assert same(reference, step_gradients("model", both, session=False, dtype=dtype, alpha=alpha))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda p: setattr(p, "grad", torch.zeros_like(p)), "already has a gradient"),
+        (lambda p: p.detach().mul_(2), "was changed in place"),
+    ],
+)
+def test_a_session_refuses_a_master_that_has_a_gradient_or_was_changed(change, match):
+    model, request = lora_model(dtype=torch.float32), packings()[0]
+    handle = install_h3_training(model)
+    step, _ = recorded(model, request)
+    master = next(p for n, p in model.named_parameters() if "lora_B" in n)
+
+    def run():
+        with backward_session(model):
+            replay(model, request.packed, request.text, step, handle=handle).log_prob.backward()
+            change(master)
+
+    with pytest.raises(SessionError, match=match):
+        run()
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from h3_kernels.backward_session import active_session
 from h3_kernels.binding import Style
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.lora import ColumnStyle, RowStyle, lora_linear
@@ -81,12 +82,24 @@ def active_terms(name: str, wrapper: Any, dtype: torch.dtype) -> Iterator[LoraTe
         raise BoundModelError(f"{name}: {reason}")
     for adapter in wrapper.active_adapters:
         if adapter in wrapper.lora_A:
-            a, b = (side[adapter].weight.to(dtype) for side in (wrapper.lora_A, wrapper.lora_B))
+            a, b = (side[adapter].weight for side in (wrapper.lora_A, wrapper.lora_B))
             scaling = float(wrapper.scaling[adapter])
-            if abs(math.frexp(scaling)[0]) == 0.5:
-                yield LoraTerm(a, b, scaling)
-            else:
-                yield LoraTerm(a, b * scaling, 1.0)
+            exact = abs(math.frexp(scaling)[0]) == 0.5
+            b = _computed(b, dtype, 1.0 if exact else scaling)
+            yield LoraTerm(_computed(a, dtype, 1.0), b, scaling if exact else 1.0)
+
+
+def _computed(weight: Tensor, dtype: torch.dtype, scaling: float) -> Tensor:
+    """`weight` rounded to `dtype`, then scaled there; in a backward session a leaf that stands for it."""
+    if weight.dtype == dtype and scaling == 1.0:
+        return weight
+
+    def make(source: Tensor) -> Tensor:
+        rounded = source.to(dtype)
+        return rounded if scaling == 1.0 else rounded * scaling
+
+    session = active_session() if torch.is_grad_enabled() else None
+    return make(weight) if session is None else session.derived(weight, make, f"{dtype} times {scaling}")
 
 
 def peft_terms(wrapper: Any, y: Tensor, x: Tensor) -> Tensor:

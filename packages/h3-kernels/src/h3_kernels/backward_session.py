@@ -36,6 +36,16 @@ class _Parameter:
     uses: dict[int, _Use] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Derived:
+    """A leaf that stands for ``make(source)`` during the session."""
+
+    source: Tensor
+    make: Callable[[Tensor], Tensor]
+    leaf: Tensor
+    version: int
+
+
 class BackwardSession:
     """Records the uses of every linear with trainable weight or bias, and reduces each once. See
     ``backward_session``.
@@ -47,6 +57,7 @@ class BackwardSession:
         self._names = {} if model is None else {id(p): name for name, p in model.named_parameters()}
         self._parameters: dict[int, _Parameter] = {}
         self._bias_owners: dict[int, _Parameter] = {}
+        self._derived: dict[tuple[int, str], _Derived] = {}
         self._finished = False
         # A session is a Python object that must see every call as it happens, even inside a compiled region. Wrapped
         # here and not at import: the wrapper loads the compiler, which would double the time this package takes.
@@ -74,6 +85,25 @@ class BackwardSession:
                 f"{self._name(weight)} and its bias are shared with another linear in other pairs"
             )
         parameter.uses.setdefault(id(keys), _Use(keys))
+
+    def derived(self, source: Tensor, make: Callable[[Tensor], Tensor], key: str) -> Tensor:
+        """``make(source)`` for use as a weight: a leaf, the same at every call with this ``source`` and ``key``.
+
+        A weight that is computed from a parameter (rounded from an fp32 master, scaled) is reduced once like any other,
+        and its gradient passes through ``make`` to ``source.grad`` when the session ends. ``key`` says what ``make``
+        does. A source that needs no gradient has ``make(source)`` itself.
+        """
+        self._check_open()
+        if not source.requires_grad:
+            return make(source)
+        found = self._derived.get((id(source), key))
+        if found is None:
+            with torch.no_grad():
+                leaf = make(source).detach().clone()
+            found = _Derived(source, make, leaf.requires_grad_(), source._version)
+            self._derived[id(source), key] = found
+            self._names[id(found.leaf)] = self._name(source)
+        return found.leaf
 
     def record(self, weight: Tensor, keys: LogicalKeys, dy: Tensor, x: Tensor) -> None:
         """Backward of one use: dy [T, N] and x [T, K]. Raises SessionError if this use was recorded before."""
@@ -107,14 +137,29 @@ class BackwardSession:
         """
         self._check_open()
         self.validate_complete()
+        for derived in self._derived.values():
+            self._check_source(derived)
         reduced = [(p, *self._reduce(p)) for p in self._parameters.values()]
         for parameter, dw, db in reduced:
             if dw is not None:
                 parameter.weight.grad = dw
             if parameter.bias is not None and db is not None:
                 parameter.bias.grad = db
+        for derived in self._derived.values():
+            if derived.leaf.grad is not None:
+                derived.make(derived.source).backward(derived.leaf.grad)  # type: ignore[no-untyped-call]
         self._parameters.clear()
+        self._derived.clear()
         self._finished = True
+
+    def _check_source(self, derived: _Derived) -> None:
+        source = derived.source
+        if source._version != derived.version:
+            raise SessionError(f"{self._name(source)} was changed in place during the session")
+        if source.grad is not None:
+            raise SessionError(
+                f"{self._name(source)} already has a gradient; clear it before the session (set_to_none)"
+            )
 
     def _reduce(self, parameter: _Parameter) -> tuple[Tensor | None, Tensor | None]:
         weight, bias = parameter.weight, parameter.bias
