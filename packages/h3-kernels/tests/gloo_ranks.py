@@ -114,7 +114,8 @@ def captured_case(exchange: TorchDistributedCollective, device: str) -> Outputs:
 
     calls()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog queries events meanwhile
+    # NCCL's watchdog queries events in another thread meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = calls()
     for _ in range(3):
         graph.replay()
