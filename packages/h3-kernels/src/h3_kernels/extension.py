@@ -51,7 +51,6 @@ class Gemm(ctypes.Structure):
                 "config",
                 "split",
                 "band",
-                "overlap",
             )
         ),
         ("scratch", ctypes.c_void_p),

@@ -145,11 +145,13 @@ def describe(
     m, n, k = sizes
     tile = chosen.tile
     first, second = (n, m) if tile.swap else (m, n)
+    if tile.swap:
+        a_transposed, b_transposed = b_transposed, a_transposed
     return Gemm(
         a=16, b=16, y=16, m=first, n=second, k=k,
         a_stride=first if a_transposed else k, b_stride=second if b_transposed else k, y_stride=n,
         a_transposed=a_transposed, b_transposed=b_transposed, units=units, config=chosen.config,
-        split=tile.split if tile.split < units else 0, band=tile.band, overlap=tile.overlap,
+        split=tile.split if tile.split < units else 0, band=tile.band,
     )  # fmt: skip
 
 

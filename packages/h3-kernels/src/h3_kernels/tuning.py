@@ -6,7 +6,7 @@ ratios are ours / stock in the same run. benchmarks/gemm_h200.py repeats them; d
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SCRATCH_LIMIT = 16 << 20
 """Most scratch the fused GEMM may take, in bytes; a plan that needs more is not considered."""
@@ -38,10 +38,9 @@ TRITON_FP32_RESULT = Tile(128, 128, 64, 4, 8)
 """More than 128 rows with fp32 results (unit partials, subtree roots): their staging leaves no shared memory for a
 wider tile (278552 bytes at 256 columns, a block has 232448)."""
 
-TRITON_SMALL = tuple(
-    Tile(128, n, 64, stages, 8 if n > 64 else 4) for n, stages in ((256, 3), (128, 4), (64, 6))
-)
-"""Up to 128 rows, widest first: 70 rows, qkv_proj 1.11 and fc1 1.03 at 256 columns, 1.26 at 128, 1.4 at 64."""
+TRITON_SMALL = (Tile(128, 256, 32, 5, 8), Tile(128, 128, 64, 4, 8), Tile(128, 64, 64, 6, 4))
+"""Up to 128 rows, widest first: 70 rows, qkv_proj 1.147 at 256 columns (1.154 in 3 stages of 64, 1.160 in 6 of 32, 1.19
+on a persistent grid), 1.26 at 128, 1.4 at 64."""
 
 TRITON_SMALL_PROGRAMS = 84
 """A narrower tile is taken until there are this many programs: qkv_proj at 256 columns, measured above."""
@@ -80,7 +79,7 @@ class FusedTile:
 
     ``stage_ns`` is the time of one 64-deep stage in steady state, ``tile_us`` what a tile costs on top (epilogue,
     tree), both fitted to fc2 and out_proj at 925 rows. ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
-    ``overlap`` keeps a pair's sum while the next pair's first stage is in flight (whole tiles of 8 units).
+    ``swap``: the kernel's A is the weight and its B the tokens; ``a_transposed`` and ``b_transposed`` are the kernel's.
     """
 
     n: int
@@ -95,7 +94,6 @@ class FusedTile:
     halves: int = 1
     split: int = 0
     band: int = 4
-    overlap: bool = True
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -104,35 +102,45 @@ class FusedTile:
         flags = (self.a_transposed, self.b_transposed, self.swap)
         return (self.n, leaf, self.cluster, *map(int, flags), self.halves, self.stages)
 
+    def reads(self, a_transposed: bool, b_transposed: bool) -> bool:
+        """Whether the kernel reads tokens a and weight b as they are stored."""
+        stored = (b_transposed, a_transposed) if self.swap else (a_transposed, b_transposed)
+        return stored == (self.a_transposed, self.b_transposed)
+
+
+def _trees(**layout: bool) -> tuple[FusedTile, ...]:
+    """The tiles of trees for one layout of the weight."""
+    narrow = FusedTile(160, "pair", 2, 5, 415, 12.0, swap=True, **layout)
+    return (narrow, replace(narrow, split=2), FusedTile(192, "pair", 2, 4, 477, 14.0, swap=True, **layout))
+
 
 FUSED = (
-    FusedTile(168, "pair", 2, 5, 445, 8.0),
-    FusedTile(192, "pair", 2, 4, 487, 13.0),
-    FusedTile(128, "pair", 2, 5, 371, 7.0),
-    FusedTile(128, "pair", 2, 5, 371, 7.0, split=2),
+    *_trees(),
+    *_trees(a_transposed=True),
+    FusedTile(72, "chain", 1, 7, 400, 3.0, swap=True),
     FusedTile(256, "chain", 2, 4, 646, 7.0),
     FusedTile(192, "chain", 2, 5, 500, 6.0),
     FusedTile(224, "chain", 1, 5, 700, 3.0),
     FusedTile(168, "chain", 1, 6, 600, 3.0),
-    FusedTile(192, "pair", 2, 4, 487, 13.0, b_transposed=True),
-    FusedTile(128, "pair", 2, 5, 371, 7.0, b_transposed=True),
-    FusedTile(128, "unit", 1, 5, 450, 7.0, b_transposed=True, split=2),
     FusedTile(256, "chain", 2, 4, 646, 7.0, b_transposed=True),
     FusedTile(128, "chain", 1, 7, 450, 4.0, b_transposed=True),
     FusedTile(256, "chain", 2, 4, 646, 7.0, a_transposed=True, b_transposed=True),
     FusedTile(128, "chain", 1, 7, 450, 4.0, a_transposed=True, b_transposed=True),
 )
-"""For more than 128 rows; the cheapest by ``cost`` is taken."""
+"""For more than 128 rows, and for chains; the cheapest by ``cost`` is taken. Trees swap the operands: 925 rows are 6
+tiles of 160 tokens (4% of them empty) and 2 even waves, but 8 of 128 (11% empty): out_proj 1.19 against 1.24."""
 
 FUSED_SMALL = (
     FusedTile(16, "unit", 1, 10, 0, 0, swap=True, split=2),
     FusedTile(32, "unit", 1, 8, 0, 0, swap=True, halves=2),
     FusedTile(72, "unit", 1, 7, 0, 0, swap=True, halves=2),
     FusedTile(128, "unit", 1, 5, 0, 0, swap=True, halves=2),
+    FusedTile(72, "unit", 1, 7, 0, 0, swap=True, halves=2, a_transposed=True),
+    FusedTile(128, "unit", 1, 5, 0, 0, swap=True, halves=2, a_transposed=True),
 )
-"""For up to 128 rows in 2 units or more: the narrowest that holds the rows, so that weights are read once. 70 rows:
-out_proj 1.12 and fc2 0.98 (u8); sending roots through global flags instead of distributed shared memory 1.14 and 1.03;
-112-column tiles without the swap 1.34 and 1.16."""
+"""For up to 128 rows in 2 units or more: the narrowest that holds the rows, so that weights are read once. 70 rows, u8:
+out_proj 1.10, dX of qkv_proj 1.02. Roots through plain stores to distributed shared memory and a released arrival
+instead of counted stores: 1.15; through global flags 1.14 in an older run, 112-column tiles without the swap 1.34."""
 
 PREFERRED = {
     # (n, k, units): (rows up to, providers first to last)
@@ -143,7 +151,8 @@ PREFERRED = {
 
 def cost(tile: FusedTile, m: int, n: int, k: int, units: int, clusters: int) -> float:
     """Predicted microseconds of the busiest cluster when ``clusters`` are resident."""
-    tiles = math.ceil(m / (128 * tile.cluster)) * math.ceil(n / tile.n)
+    first, second = (n, m) if tile.swap else (m, n)
+    tiles = math.ceil(first / (128 * tile.cluster)) * math.ceil(second / tile.n)
     left = tiles % clusters
     chunk = (
         math.ceil(left * units / tile.split / clusters) * tile.split
@@ -157,14 +166,10 @@ def cost(tile: FusedTile, m: int, n: int, k: int, units: int, clusters: int) -> 
 
 def fused_candidates(m: int, units: int, *, a_transposed: bool, b_transposed: bool) -> Sequence[FusedTile]:
     """Configurations that read these layouts and hold ``units``, small-row ones alone where they apply."""
-    if m <= 128 and units > 1 and not a_transposed and not b_transposed:
-        return [next(tile for tile in FUSED_SMALL if tile.n >= m)]
+    if m <= 128 and units > 1 and not a_transposed:
+        return [next(tile for tile in FUSED_SMALL if tile.n >= m and tile.reads(a_transposed, b_transposed))]
     leaves = ("chain",) if units == 1 else ("unit", "pair")
-    return [
-        tile
-        for tile in FUSED
-        if tile.leaf in leaves and (tile.a_transposed, tile.b_transposed) == (a_transposed, b_transposed)
-    ]
+    return [tile for tile in FUSED if tile.leaf in leaves and tile.reads(a_transposed, b_transposed)]
 
 
 def rank(provider: str, m: int, n: int, k: int, units: int) -> int:

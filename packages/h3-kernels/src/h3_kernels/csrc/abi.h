@@ -18,7 +18,6 @@ typedef struct {
   int32_t config;  // index into the table that h3_sm90_config describes
   int32_t split;   // units per cut of a streamed tile, a multiple of the leaf's; 0 never cuts a tile
   int32_t band;    // tile rows per raster band
-  int32_t overlap;  // 8 units in pairs: keep one pair's sum while the next one's first stage is in flight
   void* scratch;   // at least h3_sm90_scratch() bytes, 16-byte aligned
   void* flags;     // at least h3_sm90_flag_bytes() bytes, zero before the first call; every launch leaves them zero
 } H3Gemm;

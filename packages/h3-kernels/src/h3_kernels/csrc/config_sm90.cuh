@@ -21,7 +21,6 @@ struct GemmParams {
   int m, n;
   int unit_stages;  // 64-deep stages of one unit's chain
   int levels;       // log2(units)
-  int overlap;      // whole tiles of 8 units take the unrolled path
   void* y;
   int64_t y_stride;
   int y_is_float;
@@ -36,8 +35,9 @@ struct GemmParams {
 // sets of accumulators, so that one is added while the tensor cores already work on the next.
 enum class Leaf { kChain, kUnit, kPair };
 
-// kSwap: the operands trade places (A holds the weight rows, B the tokens), for calls with few tokens: the tile is then
-// no taller than the tokens there are. A product does not depend on the order of its two factors, so bits stay.
+// kSwap: the operands trade places (A holds the weight rows, B the tokens). H3's weights are whole tiles of 128 rows;
+// tokens come in any number, of which kTileN wide tiles waste less. A product does not depend on the order of its two
+// factors, so bits stay.
 // kHalves = 2: two CTAs of a cluster take half of the units each (exchange_sm90.cuh).
 template <int kTileN_, Leaf kLeaf_, int kCluster_, int kTransA_, int kTransB_, int kStages_, bool kSwap_ = false,
           int kHalves_ = 1>

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 
 #include "config_sm90.cuh"
+#include "ptx_sm90.cuh"
 
 namespace h3 {
 
@@ -91,30 +92,59 @@ struct Epilogue {
     }
   }
 
-  // Rows are weight rows (columns of y), columns are tokens. For bf16, lanes g and g ^ 1 trade values so that each
-  // stores two neighbouring features of one token: 16 bytes in a row from 4 lanes.
-  static __device__ __forceinline__ void store_swapped(const GemmParams& p, Values& d, int row0, int column0) {
-    const int lane = threadIdx.x % 32, g = lane / 4, odd = g % 2;
+  static __device__ __forceinline__ void add_row_bias(const GemmParams& p, Values& d, int feature) {
+    if (p.bias == nullptr) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int feature = row0 + g + 8 * h;
-      const float bias = p.bias != nullptr && feature < p.m ? bias_of(p, feature) : 0.0f;
+      const float bias = feature + 8 * h < p.m ? bias_of(p, feature + 8 * h) : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        d[4 * j + 2 * h] = __fadd_rn(d[4 * j + 2 * h], bias);
+        d[4 * j + 2 * h + 1] = __fadd_rn(d[4 * j + 2 * h + 1], bias);
+      }
+    }
+  }
+
+  // Rows are weight rows (columns of y), columns are tokens.
+  static __device__ __forceinline__ void store_swapped(const GemmParams& p, Values& d, int row0, int column0) {
+    add_row_bias(p, d, row0 + threadIdx.x % 32 / 4);
+    if (p.y_is_float) store_swapped_float(p, d, row0, column0);
+    else store_swapped_bf16(p, d, row0, column0);
+  }
+
+  static __device__ __forceinline__ void store_swapped_float(const GemmParams& p, Values& d, int row0, int column0) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int feature = row0 + lane / 4 + 8 * h;
+      if (feature >= p.m) continue;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
         const int token = column0 + 8 * j + lane % 4 * 2;
-        float first = d[4 * j + 2 * h], second = d[4 * j + 2 * h + 1];
-        if (p.bias != nullptr) first = __fadd_rn(first, bias), second = __fadd_rn(second, bias);
-        if (p.y_is_float) {
-          float* y = static_cast<float*>(p.y) + feature;
-          if (feature < p.m && token < p.n) y[token * p.y_stride] = first;
-          if (feature < p.m && token + 1 < p.n) y[(token + 1) * p.y_stride] = second;
-        } else {
-          const float traded = __shfl_xor_sync(~0u, odd ? first : second, 4);
-          const uint32_t word = odd ? pack(traded, second) : pack(first, traded);
-          if (feature < p.m && token + odd < p.n)
-            *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.y) + (token + odd) * p.y_stride + feature - odd) = word;
-        }
+        float* y = static_cast<float*>(p.y) + token * p.y_stride + feature;
+        if (token < p.n) y[0] = d[4 * j + 2 * h];
+        if (token + 1 < p.n) y[p.y_stride] = d[4 * j + 2 * h + 1];
       }
+    }
+  }
+
+  // Blocks of 8 features x 8 tokens are transposed, then a quad of lanes trades words as in store_bf16: each lane holds
+  // 8 features of a token, two lanes the warp's 16 features of it, a whole 32-byte sector.
+  static __device__ __forceinline__ void store_swapped_bf16(const GemmParams& p, Values& d, int row0, int column0) {
+    const int lane = threadIdx.x % 32, q = lane % 4, feature = row0 + q % 2 * 8;
+#pragma unroll
+    for (int j = 0; j < kBlocks; j += 2) {
+      uint32_t w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int value = 4 * min_of(j + i / 2, kBlocks - 1) + i % 2 * 2;
+        w[i] = ptx::transpose_8x8(pack(d[value], d[value + 1]));
+      }
+      transpose_quad(w, q);
+      const int block = j + q / 2, token = column0 + 8 * block + lane / 4;
+      if (block < kBlocks && token < p.n && feature < p.m)
+        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.y) + token * p.y_stride + feature) =
+            make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 };

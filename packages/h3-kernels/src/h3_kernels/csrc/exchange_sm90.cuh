@@ -9,7 +9,7 @@ namespace h3 {
 
 template <class C>
 struct Exchange {
-  uint32_t buffer, full, empty;  // empty of this CTA: the peer has read what was sent to it
+  uint32_t buffer, full, empty;  // full counts the bytes that arrive; empty: the peer has read what was sent to it
   uint32_t phase;
 
   static constexpr int kGroupThreads = 128;
@@ -18,6 +18,7 @@ struct Exchange {
   __device__ __forceinline__ bool trade(float (&d)[C::kAccumulators], uint32_t rank) {
     const uint32_t group = threadIdx.x / kGroupThreads, thread = threadIdx.x % kGroupThreads, peer = rank ^ 1;
     if (group == rank) {
+      if (thread == 0) ptx::barrier_expect(full, C::kFragmentBytes / 2);
       ptx::barrier_wait_cluster(full, phase);
 #pragma unroll
       for (int i = 0; i < C::kSlots; ++i) {
@@ -31,12 +32,11 @@ struct Exchange {
       if (threadIdx.x % 32 == 0) ptx::barrier_arrive_release_cluster(empty, peer);
     } else {
       ptx::barrier_wait_cluster(empty, phase ^ 1);
-      const uint32_t target = ptx::cluster_address(buffer, peer);
+      const uint32_t target = ptx::cluster_address(buffer, peer), arrived = ptx::cluster_address(full, peer);
 #pragma unroll
       for (int i = 0; i < C::kSlots; ++i)
-        ptx::cluster_store(target + (i * kGroupThreads + thread) * 16, d[4 * i], d[4 * i + 1], d[4 * i + 2], d[4 * i + 3]);
-      __syncwarp();  // orders the warp's stores before the release that lane 0 makes for all of them
-      if (threadIdx.x % 32 == 0) ptx::barrier_arrive_release_cluster(full, peer);
+        ptx::cluster_store(target + (i * kGroupThreads + thread) * 16, arrived, d[4 * i], d[4 * i + 1], d[4 * i + 2],
+                           d[4 * i + 3]);
     }
     phase ^= 1;
     return group == rank;

@@ -98,8 +98,10 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t c
   return remote;
 }
 
-__device__ __forceinline__ void cluster_store(uint32_t address, float x, float y, float z, float w) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(x), "f"(y), "f"(z), "f"(w)
+// Stores to a CTA of the cluster, counted in bytes on that CTA's barrier; both are addresses in the cluster's window.
+__device__ __forceinline__ void cluster_store(uint32_t address, uint32_t barrier, float x, float y, float z, float w) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
+               "r"(barrier), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");
 }
 
@@ -133,6 +135,13 @@ __device__ __forceinline__ void copy_box_multicast(const CUtensorMap* map, uint3
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Transposes an 8 x 8 matrix of 16-bit values: lane l holds columns 2 (l % 4) and one more of row l / 4.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t word) {
+  uint32_t out;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
 }
 
 template <int kRegisters>

@@ -25,20 +25,24 @@ Entry entry() {
 
 // Columns, leaf, CTAs that share B, A transposed, B transposed, stages, operands swapped, halves of the units.
 const Entry kEntries[] = {
-    entry<Config<192, Leaf::kPair, 2, 0, 0, 4>>(),
-    entry<Config<128, Leaf::kPair, 2, 0, 0, 5>>(),
-    entry<Config<168, Leaf::kPair, 2, 0, 0, 5>>(),
+    // Trees: a weight [features, K], and one whose transpose is stored (dX).
+    entry<Config<160, Leaf::kPair, 2, 0, 0, 5, true>>(),
+    entry<Config<192, Leaf::kPair, 2, 0, 0, 4, true>>(),
+    entry<Config<160, Leaf::kPair, 2, 1, 0, 5, true>>(),
+    entry<Config<192, Leaf::kPair, 2, 1, 0, 4, true>>(),
+    // Trees for few tokens.
     entry<Config<16, Leaf::kUnit, 1, 0, 0, 10, true>>(),
     entry<Config<32, Leaf::kUnit, 1, 0, 0, 8, true, 2>>(),
     entry<Config<72, Leaf::kUnit, 1, 0, 0, 7, true, 2>>(),
     entry<Config<128, Leaf::kUnit, 1, 0, 0, 5, true, 2>>(),
+    entry<Config<72, Leaf::kUnit, 1, 1, 0, 7, true, 2>>(),
+    entry<Config<128, Leaf::kUnit, 1, 1, 0, 5, true, 2>>(),
+    // Single chains.
+    entry<Config<72, Leaf::kChain, 1, 0, 0, 7, true>>(),
     entry<Config<256, Leaf::kChain, 2, 0, 0, 4>>(),
     entry<Config<192, Leaf::kChain, 2, 0, 0, 5>>(),
     entry<Config<224, Leaf::kChain, 1, 0, 0, 5>>(),
     entry<Config<168, Leaf::kChain, 1, 0, 0, 6>>(),
-    entry<Config<192, Leaf::kPair, 2, 0, 1, 4>>(),
-    entry<Config<128, Leaf::kPair, 2, 0, 1, 5>>(),
-    entry<Config<128, Leaf::kUnit, 1, 0, 1, 5>>(),
     entry<Config<256, Leaf::kChain, 2, 0, 1, 4>>(),
     entry<Config<128, Leaf::kChain, 1, 0, 1, 7>>(),
     entry<Config<256, Leaf::kChain, 2, 1, 1, 4>>(),
@@ -224,7 +228,6 @@ int h3_sm90_gemm(const H3Gemm* call, void* stream) {
   p.m = static_cast<int>(call->m), p.n = static_cast<int>(call->n);
   p.unit_stages = static_cast<int>((call->k / call->units + h3::kStageK - 1) / h3::kStageK);
   p.levels = h3::log2_units(call->units);
-  p.overlap = call->overlap;
   p.y = call->y, p.y_stride = call->y_stride, p.y_is_float = call->y_is_float;
   p.bias = call->bias, p.bias_is_float = call->bias_is_float;
   p.kept_scratch = static_cast<float*>(call->scratch);

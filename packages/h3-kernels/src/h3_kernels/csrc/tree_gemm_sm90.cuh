@@ -190,17 +190,19 @@ struct Math {
 
   // A whole tile of pairs, unrolled: while one pair is kept, the next one's first stage is in flight. (In a loop ptxas
   // would serialise every wgmma, message C7510: it must see what is in flight at each point.)
-  template <int kUnits, int kUnit = 0>
+  template <int kUnit = 0>
   __device__ __forceinline__ void whole_tile() {
-    constexpr bool kMore = kUnit + 2 < kUnits;
     if constexpr (kUnit == 0) ring.begin(early);
     finish_pair();
     if constexpr (kUnit % 4 == 2) tree.template add_if<1>(true, d);
-    if constexpr (kUnit % 8 == 6) tree.template add_if<2>(true, d);
-    if constexpr (kMore) ring.begin(early);
-    if constexpr (kMore && kUnit % 4 == 0) tree.template save_if<1>(true, d);
-    if constexpr (kMore && kUnit % 8 == 2) tree.template save_if<2>(true, d);
-    if constexpr (kMore) whole_tile<kUnits, kUnit + 2>();
+    if constexpr (kUnit == 6) tree.template add_if<2>(true, d);
+    if constexpr (kUnit < 6) {
+      if (p.schedule.units == kUnit + 2) return;
+      ring.begin(early);
+      if constexpr (kUnit % 4 == 0) tree.template save_if<1>(true, d);
+      else tree.template save_if<2>(true, d);
+      whole_tile<kUnit + 2>();
+    }
   }
 
   // Sends what still waits for a right sibling that another cluster computes: ascending units are descending levels.
@@ -270,7 +272,7 @@ struct Math {
       const bool active = row < p.m;  // a warp with no row of the matrix keeps the protocol and moves no data
       bool root = true;
       if constexpr (C::kLeaf == Leaf::kChain) leaf();
-      else if (C::kLeaf == Leaf::kPair && p.overlap != 0 && piece.last - piece.first == 8) whole_tile<8>();
+      else if (C::kLeaf == Leaf::kPair && piece.last - piece.first == p.schedule.units) whole_tile();
       else if (C::kHalves == 2) root = halves(own_part<C>(piece, rank));
       else root = fold(piece, active);
       if (root && active) Epilogue<C>::store(p, d, row, tile_n * C::kTileN);
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(kThreads, 1) tree_gemm_sm90(const __grid_const
       ptx::barrier_init(empty + 8 * s, kMathWarps * C::kCluster);  // the math warps of every CTA that a copy reaches
     }
     if constexpr (C::kHalves == 2) {
-      ptx::barrier_init(exchange_full, kMathWarps / 2);
+      ptx::barrier_init(exchange_full, 1);
       ptx::barrier_init(exchange_full + 8, kMathWarps / 2);
     }
     ptx::barrier_init_fence();
