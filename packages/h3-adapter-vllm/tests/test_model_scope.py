@@ -7,6 +7,7 @@ import torch
 from h3_adapter_vllm import BoundModelError, InstallError, RemoveError, install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
 from h3_kernels.binding import Bound
+from h3_kernels.row_parallel import row_parallel
 
 pytestmark = pytest.mark.engine
 
@@ -74,6 +75,20 @@ def test_report_binds_every_node(model, engine):
     assert report["blocks.0.attn.qkv_proj"].provider == "reference"
     assert report["blocks.1.attn.attention"] == Bound("h3-node-v1:attention", "written order")
     assert {"time_embedder.proj_out", "blocks.0.norm1", "final_layer.video_out"} <= set(report)
+
+
+def test_a_linear_called_by_itself_computes_the_contract_too(model, engine):
+    """Each scope contains the one before; the report still has one line a node of the graph."""
+    with install_h3_rollout(model) as handle:
+        layer = handle.linears["blocks.0.mlp.fc2"]
+        x = torch.randn(400, layer.input_size).bfloat16()
+        assert torch.equal(layer(x)[0], row_parallel(x, layer.weight))
+        assert len(handle.linears) == 26
+        engine.velocities(model, [engine.request()])
+        assert len(handle.report()) == len(handle.report().bound())
+    assert not torch.equal(
+        row_parallel(x, layer.weight, contract="h3-parallel-v1-u1"), row_parallel(x, layer.weight)
+    )
 
 
 def test_weights_are_read_when_called(model, engine, release):
