@@ -168,7 +168,7 @@ class _Numpy:
 
 def _rows_torch(array: Array, first: int, length: int) -> Array:
     """Rows [first, first + length); the array itself, if those are all."""
-    return array if len(array) == length else array[first : first + length]
+    return array if array.shape[0] == length else array[first : first + length]
 
 
 def _divides(array: Array, nbytes: int, item: int) -> bool:

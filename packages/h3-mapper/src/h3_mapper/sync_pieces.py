@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +11,7 @@ from h3_mapper.config import H3Config
 from h3_mapper.errors import ShapeError
 from h3_mapper.plan import atoms
 from h3_mapper.spec import ITEMSIZE, Atom, Layout, Span
-from h3_mapper.tp import TP_DEGREES, cut_axis, cut_range, shard_spans
+from h3_mapper.tp import TP_DEGREES, cut_axis, cut_range, shard_shape, shard_spans
 from h3_mapper.word_sum import BLOCK, Grid
 
 PARTS = 8
@@ -22,15 +22,29 @@ PARTS = 8
 class Piece:
     """Consecutive rows of an atom, from `row` on.
 
-    They lie in a tensor as `count` blocks of `length` rows, `step` rows apart, the first at row `at`.
+    They lie in a tensor as `count` blocks of `length` rows, `step` rows apart, the first at row `at`, and hold the
+    atom's words from column `left` on.
     """
 
     atom: Atom
+    grid: Grid
     row: int
+    left: int
     at: int
     length: int
     count: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one tensor of a rank holds. word: bytes of its words. spans: its atom rows; pieces: the same, joined."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    word: int
+    spans: tuple[Span, ...]
+    pieces: tuple[Piece, ...]
 
 
 @lru_cache(maxsize=16)
@@ -72,8 +86,8 @@ def grid(atom: Atom) -> Grid:
 
 
 @lru_cache(maxsize=64)
-def pieces(config: H3Config, layout: Layout, tp: int, rank: int) -> Mapping[str, tuple[Piece, ...]]:
-    """The atoms in each whole tensor of a rank; the heads of a `release` tensor as one piece."""
+def holdings(config: H3Config, layout: Layout, tp: int, rank: int) -> Mapping[str, Holding]:
+    """What each tensor of a rank holds. Raises ShapeError for a degree that cuts eighths of rows."""
     known = known_atoms(config)
     for atom in known.values():
         if cut_axis(atom) == 1 and _parts(atom) % tp:
@@ -82,39 +96,42 @@ def pieces(config: H3Config, layout: Layout, tp: int, rank: int) -> Mapping[str,
                 f"{[n for n in TP_DEGREES if _parts(atom) % n == 0]}"
             )
     made = {}
-    for name, held in shard_spans(config, layout, tp, rank).items():
-        rows = held[-1].row + held[-1].stop - held[-1].start
-        by_atom: dict[str, list[Span]] = {}
-        for span in held:
-            by_atom.setdefault(span.atom, []).append(span)
-        made[name] = tuple(
-            piece for atom, own in by_atom.items() for piece in _joined(known[atom], own, rows)
+    for name, spans in shard_spans(config, layout, tp, rank).items():
+        rows = spans[-1].row + spans[-1].stop - spans[-1].start
+        first = known[spans[0].atom]
+        lefts = {span.atom: left_word(known[span.atom], tp, rank) for span in spans}
+        shape = (rows, *shard_shape(first, tp)[1:])
+        pieces = tuple(
+            piece
+            for atom, left in lefts.items()
+            for piece in _joined(known[atom], [span for span in spans if span.atom == atom], left, rows)
         )
+        made[name] = Holding(shape, first.dtype, word_bytes(first), spans, pieces)
     return made
 
 
-def _joined(atom: Atom, held: list[Span], rows: int) -> Iterator[Piece]:
+def _joined(atom: Atom, spans: list[Span], left: int, rows: int) -> Iterator[Piece]:
     """One piece, if the spans are equal, evenly spaced and consecutive in the atom; otherwise one for each."""
-    first, length = held[0], held[0].stop - held[0].start
-    step = rows // len(held)
+    first, length = spans[0], spans[0].stop - spans[0].start
+    step = rows // len(spans)
     even = all(
         (span.start, span.stop, span.row)
         == (first.start + n * length, first.start + (n + 1) * length, first.row + n * step)
-        for n, span in enumerate(held)
+        for n, span in enumerate(spans)
     )
-    if even and rows % len(held) == 0 and first.row + length <= step:
-        yield Piece(atom, first.start, first.row, length, len(held), step)
+    if even and rows % len(spans) == 0 and first.row + length <= step:
+        yield Piece(atom, grid(atom), first.start, left, first.row, length, len(spans), step)
         return
-    for span in held:
-        yield Piece(atom, span.start, span.row, span.stop - span.start, 1, rows)
+    for span in spans:
+        yield Piece(atom, grid(atom), span.start, left, span.row, span.stop - span.start, 1, rows)
 
 
-def clipped(config: H3Config, held: Iterable[Span], first_row: int, last_row: int) -> Iterator[Piece]:
+def clipped(config: H3Config, held: Holding, first_row: int, last_row: int) -> Iterator[Piece]:
     """The atoms in rows [first_row, last_row) of a tensor; `at` counts from first_row."""
-    for span in held:
+    lefts = {piece.atom.name: piece.left for piece in held.pieces}
+    for span in held.spans:
         low, high = max(first_row, span.row), min(last_row, span.row + span.stop - span.start)
         if low < high:
-            row = span.start + low - span.row
-            yield Piece(
-                known_atoms(config)[span.atom], row, low - first_row, high - low, 1, last_row - first_row
-            )
+            atom, row = known_atoms(config)[span.atom], span.start + low - span.row
+            at, rows = low - first_row, last_row - first_row
+            yield Piece(atom, grid(atom), row, lefts[span.atom], at, high - low, 1, rows)

@@ -34,8 +34,7 @@ from h3_mapper.errors import MapperError, ShapeError, SourceError, UnknownNameEr
 from h3_mapper.identify import identified_all
 from h3_mapper.plan import atoms, derived
 from h3_mapper.spec import Atom, Layout
-from h3_mapper.sync_pieces import Piece, clipped, grid, known_atoms, left_word, pieces, word_bytes
-from h3_mapper.tp import shard_shape, shard_spans
+from h3_mapper.sync_pieces import Piece, clipped, grid, holdings
 from h3_mapper.word_sum import BLOCK, RESIDUES, GroupSums, words_of
 
 DIGEST_ID = "h3-live-digest-v2"
@@ -78,8 +77,7 @@ class LiveDigest:
 
     def __init__(self, config: H3Config, layout: Layout, *, tp: int = 1, rank: int = 0):
         self.config, self.layout, self.tp, self.rank = config, layout, tp, rank
-        self._held = shard_spans(config, layout, tp, rank)
-        self._pieces = pieces(config, layout, tp, rank)
+        self._held = holdings(config, layout, tp, rank)
         self._sums: dict[Any, GroupSums] = {}
         self._elements: dict[str, int] = {}
 
@@ -89,40 +87,35 @@ class LiveDigest:
         first_row: for holders of some rows only (FSDP), the tensor's row that `tensor[0]` is. Derived tensors are
         skipped. Raises UnknownNameError, ShapeError.
         """
-        if name in derived(self.config, self.layout):
-            return
         held = self._held.get(name)
         if held is None:
+            if name in derived(self.config, self.layout):
+                return
             raise UnknownNameError(f"{name}: no tensor of layout {self.layout}")
-        first = known_atoms(self.config)[held[0].atom]
-        rows = held[-1].row + held[-1].stop - held[-1].start
-        last_row = first_row + int(tensor.shape[0])
-        wanted = (rows, *shard_shape(first, self.tp)[1:])
         shape, dtype = backend(tensor).describe(tensor)
-        if (shape[1:], dtype) != (wanted[1:], first.dtype) or last_row > rows:
+        last_row = first_row + shape[0]
+        if (shape[1:], dtype) != (held.shape[1:], held.dtype) or last_row > held.shape[0]:
             raise ShapeError(
                 f"{name}: {dtype} {list(shape)} from row {first_row}; rank {self.rank} of tp {self.tp} holds "
-                f"{first.dtype} {list(wanted)}"
+                f"{held.dtype} {list(held.shape)}"
             )
-        whole = (first_row, last_row) == (0, rows)
-        parts = self._pieces[name] if whole else clipped(self.config, held, first_row, last_row)
-        words = words_of(tensor, word_bytes(first))
-        for piece in parts:
+        whole = shape[0] == held.shape[0]
+        words = words_of(tensor, held.word)
+        for piece in held.pieces if whole else clipped(self.config, held, first_row, last_row):
             self._add(piece, words, math.prod(shape[1:]))
 
     def _add(self, piece: Piece, words: Array, width: int) -> None:
-        atom = piece.atom
-        if piece.count == 1:
-            rows = words[None, piece.at : piece.at + piece.length]
+        if piece.length == words.shape[0]:
+            rows = words[None]
         else:
             blocks = words.reshape(piece.count, piece.step, words.shape[1])
             rows = blocks[:, piece.at : piece.at + piece.length]
         device = getattr(words, "device", None)
         if device not in self._sums:
             self._sums[device] = GroupSums(words)
-        self._sums[device].add(atom.name, grid(atom), rows, piece.row, left_word(atom, self.tp, self.rank))
-        count = piece.count * piece.length * width
-        self._elements[atom.name] = self._elements.get(atom.name, 0) + count
+        name = piece.atom.name
+        self._sums[device].add(name, piece.grid, rows, piece.row, piece.left)
+        self._elements[name] = self._elements.get(name, 0) + piece.count * piece.length * width
 
     def partials(self) -> dict[str, Partial]:
         """Everything added so far, by atom. Waits for the device, once."""

@@ -85,10 +85,15 @@ class GroupSums:
         self.open: dict[tuple[Hashable, int], OpenBlock] = {}
 
     def add(self, key: Hashable, grid: Grid, words: Array, row: int, left: int = 0) -> None:
-        """Add int64 words [count, length, width]: consecutive rows of the atom from `row`, columns from `left` on."""
+        """Add words [count, length, width]: consecutive rows of the atom from `row` on, columns from `left` on.
+
+        int64; a vector's (width 1) may be narrower integers.
+        """
         for part, first in self._chunks(grid, words, row):
-            self._add_residues(key, grid, part, first, left)
-            if grid.width > 1:
+            if grid.width == 1:
+                self._numbered(key, RESIDUES, part, first)
+            else:
+                self._add_residues(key, grid, part, first, left)
                 self._add_columns(key, grid, part, first, left)
 
     def totals(self) -> Iterator[tuple[Hashable, int, int]]:
@@ -108,13 +113,16 @@ class GroupSums:
 
     def close(self, key: Hashable, grid: Grid, block: int, sums: Array, left: int) -> None:
         """Mix the column sums of a whole block of rows."""
-        self._numbered(key, COLUMNS, grid, sums[None], block * grid.width + left)
+        self._numbered(key, COLUMNS, sums, block * grid.width + left)
 
     def _chunks(self, grid: Grid, words: Array, row: int) -> Iterator[tuple[Array, int]]:
         count, length, width = words.shape
         groups = BLOCK * grid.parts * grid.residues + grid.width
         blocks = HOST_CHUNK // (8 * BLOCK * width) if self.on_host else self._room // groups
         most = BLOCK * max(1, blocks)
+        if count * length <= most:
+            yield words, row
+            return
         if count > 1:
             step = max(1, most // length)
             for at in range(0, count, step):
@@ -128,22 +136,20 @@ class GroupSums:
 
     def _add_residues(self, key: Hashable, grid: Grid, words: Array, row: int, left: int) -> None:
         count, length, width = words.shape
-        part = grid.width // grid.parts
-        held = (count * length, width // part)
-        sums = self._reserve(key, RESIDUES, (*held, grid.residues))
-        split = words.reshape(count, length, held[1], part // grid.residues, grid.residues)
-        self._sum(split, 3, sums.reshape(count, length, held[1], grid.residues))
-        numbers = self._range(row * grid.parts * grid.residues, (held[0], grid.parts, grid.residues))
-        sums += numbers[:, left // part : left // part + held[1]]
+        part, size = grid.width // grid.parts, grid.residues
+        split = words.reshape(count, length, width // part, part // size, size)
+        shape, step = (count, length, width // part, size), grid.parts * size
+        sums = self._reserve(key, RESIDUES, shape)
+        self._sum(split, 3, sums)
+        self._number(sums, (length * step, step, size, 1), row * step + left // part * size)
 
     def _add_columns(self, key: Hashable, grid: Grid, words: Array, row: int, left: int) -> None:
         count, length, width = words.shape
         if row % BLOCK == 0 and length % BLOCK == 0:
-            split = words.reshape(count, length // BLOCK, BLOCK, width)
-            sums = self._reserve(key, COLUMNS, (count * length // BLOCK, width))
-            self._sum(split, 2, sums.reshape(count, length // BLOCK, width))
-            numbers = self._range(row // BLOCK * grid.width, (len(sums), grid.width))
-            sums += numbers[:, left : left + width]
+            blocks = length // BLOCK
+            sums = self._reserve(key, COLUMNS, (count, blocks, width))
+            self._sum(words.reshape(count, blocks, BLOCK, width), 2, sums)
+            self._number(sums, (blocks * grid.width, grid.width, 1), row // BLOCK * grid.width + left)
             return
         for at in range(count):
             first = row + at * length
@@ -152,12 +158,12 @@ class GroupSums:
 
     def _add_rows(self, key: Hashable, grid: Grid, words: Array, row: int, left: int) -> None:
         """Rows that start or end within a block."""
-        if row % BLOCK == 0 and len(words) % BLOCK == 0:
+        if row % BLOCK == 0 and words.shape[0] % BLOCK == 0:
             self._add_columns(key, grid, words[None], row, left)
             return
         sums = self._empty(words.shape[1])
         self._sum(words, 0, sums)
-        block, height = row // BLOCK, len(words)
+        block, height = row // BLOCK, words.shape[0]
         known = self.open.pop((key, block), None)
         if known is not None:
             sums, height = sums + known.sums, height + known.rows
@@ -166,10 +172,31 @@ class GroupSums:
         else:
             self.open[key, block] = OpenBlock(height, left, sums)
 
-    def _numbered(self, key: Hashable, family: int, grid: Grid, sums: Array, number: int) -> None:
-        out = self._reserve(key, family, tuple(sums.shape))
-        out[...] = sums
-        out += self._range(number, tuple(sums.shape))
+    def _numbered(self, key: Hashable, family: int, sums: Array, first: int) -> None:
+        """Take sums as they are, of consecutive groups from number `first` on."""
+        size = math.prod(sums.shape)
+        out = self._reserve(key, family, (size,))
+        self._library.add(self._numbers_from(first, (size,), (1,)), sums.reshape(size), out=out)
+
+    def _number(self, sums: Array, steps: tuple[int, ...], first: int) -> None:
+        """Add `GOLD * n` to each sum, n being `first` plus its index times `steps`."""
+        self._library.add(sums, self._numbers_from(first, tuple(sums.shape), steps), out=sums)
+
+    def _numbers_from(self, first: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> Array:
+        stop = first + shape[0] * steps[0]
+        if stop > self._numbers.shape[0]:
+            size = max(stop, 2 * self._numbers.shape[0], 1 << 16)
+            made = self._library.arange(size, dtype=self._library.int64, **self._where)
+            made *= GOLD
+            self._numbers = made
+        return self._window(self._numbers, first, shape, steps)
+
+    def _window(self, flat: Array, first: int, shape: tuple[int, ...], steps: tuple[int, ...]) -> Array:
+        """A view of a vector, in one call: a digest of small tensors takes as long as its calls."""
+        if self.torch:
+            return flat.as_strided(shape, steps, first)
+        strides = [8 * step for step in steps]
+        return self._library.ndarray(shape, flat.dtype, flat, 8 * first, strides)
 
     def _reserve(self, key: Hashable, family: int, shape: tuple[int, ...]) -> Array:
         """Room for group sums, mixed when it is full."""
@@ -180,7 +207,8 @@ class GroupSums:
             self._room, self._buffer = size, self._empty(size)
         start, self._used = self._used, self._used + size
         self._filled.append((key, family, self._used - 1))
-        return self._buffer[start : self._used].reshape(shape)
+        steps = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return self._window(self._buffer, start, shape, steps)
 
     def _mix(self) -> None:
         """Mix the gathered sums in place and add them up: one running sum, kept where each key's part ends."""
@@ -216,16 +244,6 @@ class GroupSums:
         else:
             self._library.add.reduce(words, axis=axis, out=out)
 
-    def _range(self, first: int, shape: tuple[int, ...]) -> Array:
-        """`GOLD * n` for the group numbers from `first` on."""
-        stop = first + math.prod(shape)
-        if stop > len(self._numbers):
-            size = max(stop, 2 * len(self._numbers), 1 << 16)
-            made = self._library.arange(size, dtype=self._library.int64, **self._where)
-            made *= GOLD
-            self._numbers = made
-        return self._numbers[first:stop].reshape(shape)
-
     def _empty(self, size: int) -> Array:
         return self._library.empty(size, dtype=self._library.int64, **self._where)
 
@@ -245,9 +263,9 @@ def _numpy_is_there() -> bool:
 def words_of(tensor: Array, word_bytes: int) -> Array:
     """A tensor [n] or [n, width] as int64 words [n, width]: a view where words are 8 bytes and aligned.
 
-    Narrower words are widened. Bits are read little-endian, as they lie. A torch tensor on a CPU comes as numpy's where
-    numpy is installed: torch wakes its threads for every small operation, and with as many busy programs as cores a
-    digest then took 5 to 20 times as long as on one thread.
+    Narrower words of a matrix are widened; those of a vector stay. Bits are read little-endian, as they lie. A torch
+    tensor on a CPU comes as numpy's where numpy is installed: torch wakes its threads for every small operation, and
+    with as many busy programs as cores a digest then took 5 to 20 times as long as on one thread.
     """
     torch = sys.modules["torch"] if hasattr(tensor, "detach") else None
     library: Any = torch or sys.modules["numpy"]
@@ -258,7 +276,7 @@ def words_of(tensor: Array, word_bytes: int) -> Array:
         if not rows.is_contiguous() or rows.storage_offset() * rows.element_size() % word_bytes:
             rows = rows.clone(memory_format=library.contiguous_format)
         words = rows.view(kind)
-        words = words if word_bytes == 8 else words.to(library.int64)
+        words = words if word_bytes == 8 or len(tensor.shape) == 1 else words.to(library.int64)
         return words.numpy() if words.is_cpu and _numpy_is_there() else words
     words = library.ascontiguousarray(rows).view(kind)
-    return words if word_bytes == 8 else words.astype(library.int64)
+    return words if word_bytes == 8 or len(tensor.shape) == 1 else words.astype(library.int64)
