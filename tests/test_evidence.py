@@ -10,6 +10,9 @@ from typing import Any
 import figures
 import gpu_matrix
 import pytest
+import records
+from environment import PACKAGES
+from provenance import source_digest_at
 
 import evidence
 
@@ -28,7 +31,7 @@ def git(*arguments: str) -> str:
 
 
 def environment(**changes: Any) -> dict[str, Any]:
-    sources = {p.name: evidence.source_digest(p.name) for p in (ROOT / "packages").iterdir()}
+    sources = {name: source_digest_at(git("rev-parse", "HEAD"), name) for name in PACKAGES}
     base = {
         "python": "3.12",
         "system": "Linux",
@@ -99,6 +102,44 @@ def test_another_heads_folder_is_refused(folder: Path) -> None:
     assert any("not a commit of this repository" in line for line in lines)
 
 
+def measured(path: Path, **sources: str) -> str:
+    """A result file of the benchmark `gemm`, which rests on h3-kernels; returns ``gemm=path``."""
+    seen = environment()
+    records.write(path, [{"ratio": 0.9}], {**seen, "head": "unknown", "sources": seen["sources"] | sources})
+    return f"gemm={path}"
+
+
+def test_results_are_filed_under_the_commit_whose_source_they_ran_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "evidence")
+    monkeypatch.setattr(evidence, "ROOT", tmp_path)
+    monkeypatch.setattr(evidence, "claims", lambda: [CLAIM])
+    head = git("rev-parse", "HEAD")
+    other = {"h3-mapper": "0" * 64}
+    assert (
+        evidence.file_results("h200", [measured(tmp_path / "a.json", **other)], head, evidence.NO_TESTS) == 0
+    )
+    (found,) = evidence.folders(tmp_path / "evidence")
+    assert found.environment["head"] == head
+    other = {"h3-kernels": "0" * 64}
+    assert (
+        evidence.file_results("cpu", [measured(tmp_path / "b.json", **other)], head, evidence.NO_TESTS) == 1
+    )
+    assert "other source of h3-kernels" in capsys.readouterr().err
+    assert not (tmp_path / "evidence" / head / "cpu").exists()
+
+
+def test_evidence_of_other_source_than_its_heads_is_refused(tmp_path: Path) -> None:
+    seen = environment()
+    seen["sources"]["h3-kernels"] = "0" * 64
+    made = evidence.write(tmp_path / "evidence", "h200", seen, evidence.NO_TESTS, RECORDS)
+    figures.speed_figure(RECORDS, made / "figure.png", "a title")
+    assert refused(made) == [
+        f"{made.parent.name}/h200: made with other source of h3-kernels than its head has"
+    ]
+
+
 def test_broken_json_is_named(folder: Path) -> None:
     (folder / "tests.json").write_text("{")
     with pytest.raises(ValueError, match=r"tests\.json: not readable evidence"):
@@ -110,6 +151,7 @@ CLAIM = {"id": "speed", "hardware": "h200", "benchmark": "gemm", "packages": ["h
 
 def test_claims_on_older_source_are_said_and_current_ones_are_not(folder: Path) -> None:
     found = evidence.folders(folder.parent.parent)
+    found[0].environment["sources"]["h3-kernels"] = evidence.source_digest("h3-kernels")
     assert evidence.standing(found, CLAIM).current
     found[0].environment["sources"]["h3-kernels"] = "0" * 64
     old = evidence.standing(found, CLAIM)

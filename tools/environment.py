@@ -40,12 +40,20 @@ def collect() -> dict[str, Any]:
 
 
 def head() -> str:
-    """The commit measured: ``H3_HEAD`` where the tree came without its history, else git's HEAD, else "unknown"."""
+    """The commit measured: ``H3_HEAD`` where the tree came without its history, else git's HEAD, else "unknown".
+
+    Also "unknown" where a package's source differs from HEAD's: the commit would name other code.
+    """
     named = os.environ.get("H3_HEAD", "")
     if re.fullmatch(r"[0-9a-f]{40}", named):
         return named
     done = _run("git", "-C", str(ROOT), "rev-parse", "HEAD")
-    return done.strip() if re.fullmatch(r"[0-9a-f]{40}", done.strip()) else "unknown"
+    if not re.fullmatch(r"[0-9a-f]{40}", done.strip()):
+        return "unknown"
+    sources = [f"packages/{package}/src" for package in PACKAGES]
+    return (
+        "unknown" if _run("git", "-C", str(ROOT), "status", "--porcelain", "--", *sources) else done.strip()
+    )
 
 
 def source_digest(package: str) -> str:

@@ -19,10 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from environment import ROOT, collect, source_digest
+from environment import PACKAGES, ROOT, head, source_digest
+from provenance import changed
 
 EVIDENCE = ROOT / "evidence"
 PARTS = ("environment", "tests", "report")
+NO_TESTS: dict[str, Any] = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,10 @@ def problems(folder: Folder, schema: dict[str, Any]) -> list[str]:
         wrong.append(f"{folder.name}: report.json says hardware {folder.report['hardware']!r}")
     if not is_commit(folder.path.parent.name):
         wrong.append(f"{folder.name}: {folder.path.parent.name} is not a commit of this repository")
+    else:
+        rests = {name for record in folder.report["records"] for name in rests_on(record["benchmark"])}
+        other = changed(folder.environment, folder.path.parent.name, sorted(rests))
+        wrong += [f"{folder.name}: made with other source of {name} than its head has" for name in other]
     if not (folder.path / "figure.png").is_file():
         wrong.append(f"{folder.name}: figure.png is missing")
     return wrong
@@ -175,12 +181,20 @@ def claims() -> list[dict[str, Any]]:
     return listed
 
 
+def rests_on(benchmark: str) -> list[str]:
+    """The packages that a benchmark's claims rest on; all of them if it makes no claim."""
+    named = {
+        package for claim in claims() if claim["benchmark"] == benchmark for package in claim["packages"]
+    }
+    return sorted(named) or list(PACKAGES)
+
+
 def standing(found: list[Folder], claim: dict[str, Any]) -> Standing:
     """The newest evidence of a claim, and which of its packages have other source now."""
     run = newest(found, claim["hardware"], lambda record: record["benchmark"] == claim["benchmark"])
     sources = run.environment["sources"] if run else {}
-    changed = [package for package in claim["packages"] if sources.get(package) != source_digest(package)]
-    return Standing(claim, run, tuple(changed) if run else ())
+    other = [package for package in claim["packages"] if sources.get(package) != source_digest(package)]
+    return Standing(claim, run, tuple(other) if run else ())
 
 
 def check() -> int:
@@ -201,47 +215,50 @@ def check() -> int:
     return 1 if wrong else 0
 
 
-def file_results(hardware: str, named: list[str], junit: Path, command: str) -> int:
-    """File result files (``NAME=FILE``) and a pytest JUnit file, all made at the current head, as evidence."""
+def file_results(hardware: str, named: list[str], commit: str, tests: dict[str, Any]) -> int:
+    """File result files (``NAME=FILE``) as evidence of `commit`, whose source each must have run on."""
     import records
     from figures import speed_figure
 
-    environment = collect()
-    made = []
+    made: list[dict[str, Any]] = []
     for name, _, path in (item.partition("=") for item in named):
         for record in records.load(Path(path)):
-            head = record["environment"]["head"]
-            if head != environment["head"]:
+            other = changed(record["environment"], commit, rests_on(name))
+            if other:
                 print(
-                    f"evidence: {path} was measured at {head}, not at {environment['head']}: run it again",
+                    f"evidence: {path} was measured with other source of {', '.join(other)} than {commit} has: "
+                    "run it again",
                     file=sys.stderr,
                 )
                 return 1
             made.append({"benchmark": name, **record})
-    target = write(EVIDENCE, hardware, environment, tests_from_junit(junit, command), made)
-    speed_figure(made, target / "figure.png", f"{hardware} at {environment['head'][:12]}")
+    environment = {**made[0]["environment"], "head": commit}
+    target = write(EVIDENCE, hardware, environment, tests, made)
+    speed_figure(made, target / "figure.png", f"{hardware} at {commit[:12]}")
     print(f"evidence: {len(made)} records in {target.relative_to(ROOT)}")
     return 0
 
 
 def main() -> int:
-    """Command line: ``check``, or ``file HARDWARE NAME=FILE... --junit FILE --tests COMMAND``."""
+    """Command line: ``check``, or ``file HARDWARE NAME=FILE... [--head COMMIT] [--junit FILE --tests COMMAND]``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check", help="refuse malformed, edited or unknown evidence; name stale claims")
-    filing = commands.add_parser("file", help="file CPU results and test outcomes made at the current head")
+    filing = commands.add_parser("file", help="file results and test outcomes as evidence of a commit")
     filing.add_argument("hardware")
     filing.add_argument("results", nargs="+", help="NAME=FILE, a benchmark's name and its result file")
     filing.add_argument(
-        "--junit", type=Path, required=True, help="pytest's JUnit file of the tests run beside them"
+        "--head", help="the commit, 40 digits, whose source they ran on (default: git's HEAD)"
     )
-    filing.add_argument("--tests", required=True, help="the command that wrote the JUnit file")
+    filing.add_argument("--junit", type=Path, help="pytest's JUnit file of the tests run beside them")
+    filing.add_argument("--tests", default="none", help="the command that wrote the JUnit file")
     arguments = parser.parse_args()
     if arguments.command == "check":
         return check()
-    return file_results(arguments.hardware, arguments.results, arguments.junit, arguments.tests)
+    tests = NO_TESTS if arguments.junit is None else tests_from_junit(arguments.junit, arguments.tests)
+    return file_results(arguments.hardware, arguments.results, arguments.head or head(), tests)
 
 
 if __name__ == "__main__":
