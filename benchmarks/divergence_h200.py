@@ -104,7 +104,7 @@ def compare(name: str, engines: Engines, rows: int, blocks: int, writer: Writer)
     strict = runs["strict"][1]
     shares = {(d.node, d.slot): d.differing / max(d.rows, 1) for d in divergences(strict, runs["shipped"][1])}
     outputs = list(strict.steps[0].outputs)
-    chain = {"case": f"{name} as shipped", "outputs": [" ".join(output) for output in outputs]}
+    chain = {"case": f"{name} as shipped", "outputs": [f"{node} [{slot}]" for node, slot in outputs]}
     writer.add(shared | chain | {"share": [round(shares.get(output, 0.0), 4) for output in outputs]})
 
 

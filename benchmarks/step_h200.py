@@ -94,6 +94,7 @@ class Steps:
                 for v in ("ours", "stock")
             )
             record = self._record(name, rows, ours, stock)
+            record["case"] = "extrapolated"
             record["measured_blocks"] = {
                 str(blocks): {v: round(times[blocks][name, v], 3) for v in ("ours", "stock")}
                 for blocks in measured

@@ -23,7 +23,6 @@ CHAIN = dataclasses.replace(CALL, units=1)
         (CublasLtProvider(), CALL, "one chain"),
         (CublasLtProvider(), dataclasses.replace(CHAIN, out_dtype=F32), "bf16 to bf16"),
         (CublasLtProvider(), dataclasses.replace(CHAIN, a_dtype=F32), "bf16 to bf16"),
-        (CublasLtProvider(), dataclasses.replace(CHAIN, has_bias=True), "bias"),
         (BmmTreeProvider(), CHAIN, "one chain"),
         (BmmTreeProvider(), dataclasses.replace(CALL, a_dtype=F32), "bf16"),
         (FusedSm90Provider(), dataclasses.replace(CALL, capability=(10, 0)), "9.0"),

@@ -9,7 +9,7 @@ import graph_tiny as tiny
 import pytest
 import torch
 from h3_kernels import nodes
-from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, Settings
+from h3_kernels.graph import DiTConfig, ModuleWeights, PackedDiT, Replays, Settings
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.testing import assert_bitwise_equal
 from h3_kernels.trace import Recorder, first_divergence
@@ -99,6 +99,28 @@ def test_permuted_rows_with_their_keys_change_no_bit(module, inputs, expected):
     }
     permuted = replace(inputs, **moved, **places, keys=LogicalKeys(inputs.keys.keys[permutation]))
     assert_same(tiny.train(module, permuted), expected)
+
+
+def test_replays_have_the_bits_of_the_forwards_they_stand_for(module, inputs):
+    """Other rows, then weights changed in place, then a weight that moved: each against the forward run anew."""
+    weights, replays = {name: t.clone() for name, t in module.items()}, Replays()
+
+    def both(rows):
+        with torch.no_grad():
+            places = tuple(t.data_ptr() for t in weights.values())
+            found = replays.run(tiny.GRAPH, ModuleWeights(weights), rows, Settings(), places)
+        assert_same((found, {}), (tiny.run(weights, replace(rows, keys=None)), {}))
+
+    other = replace(inputs, video=inputs.video.flip(0), timesteps=inputs.timesteps.flip(0))
+    for rows in (inputs, inputs, other, inputs):
+        both(rows)
+    assert len(replays) == 1
+    weights["blocks.0.mlp.fc2.weight"].mul_(1.5)
+    both(inputs)
+    weights["blocks.0.mlp.fc2.weight"] = weights["blocks.0.mlp.fc2.weight"] * 0.5
+    both(inputs)
+    both(inputs)
+    assert len(replays) == 2
 
 
 @pytest.mark.parametrize("tp", [2, 8])

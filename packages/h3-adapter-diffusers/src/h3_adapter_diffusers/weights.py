@@ -57,6 +57,11 @@ class DiffusersTensors(Mapping[str, Tensor]):
             )
         return tensor
 
+    def places(self) -> tuple[int | None, ...]:
+        """Where every parameter lies now; None for a linear without bias."""
+        held = (self._held(name) for name in self._where)
+        return tuple(None if tensor is None else tensor.data_ptr() for tensor in held)
+
     def __contains__(self, name: object) -> bool:
         return name in self._where
 

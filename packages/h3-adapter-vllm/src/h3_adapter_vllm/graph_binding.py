@@ -1,7 +1,8 @@
 """Scope ``model``: the packed graph of h3-kernels in the place of the engine's forward.
 
 The graph reads the engine's live parameters, takes the engine's keyword arguments, and runs over its tp and Ulysses
-groups. The engine's modules are not called, so their hooks, caches and compiled regions take no part.
+groups. The engine's modules are not called, so their hooks, caches and compiled regions take no part. Forwards of few
+rows are replayed from CUDA graphs where H3_CUDA_GRAPHS=1 asks for it (``h3_kernels.graph.replay``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ import torch
 from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow, sampled_rows
 from h3_kernels.binding import Binding, Bound, External, Ran, Refused
-from h3_kernels.graph import DiTConfig, ModuleWeights, Node, PackedDiT, PackedInputs, Ulysses, vllm_inputs
+from h3_kernels.graph import (
+    DiTConfig,
+    ModuleWeights,
+    Node,
+    PackedDiT,
+    PackedInputs,
+    Replays,
+    Ulysses,
+    vllm_inputs,
+)
 from h3_kernels.lora import LoraSlice, lora_slices
 from h3_kernels.modes import Mode, Scope, eager
 from torch import Tensor, nn
@@ -39,7 +49,9 @@ class GraphBinding:
         self._dit = PackedDiT(DiTConfig.from_mapping({**asdict(model.arch), "rope_theta": model._rope_theta}))
         self._linears = {site.name: site for site in find_sites(model, Scope.PROJECTIONS)}
         self._places = {name: place_of(model, name) for name in self._linears}
-        self._weights = ModuleWeights(LiveTensors(model))
+        self._tensors = LiveTensors(model)
+        self._weights = ModuleWeights(self._tensors)
+        self._replays = Replays()
         self._record = Record()
         self._auditors = {name: Auditor() for name in VELOCITIES} if settings.mode is Mode.AUDIT else {}
         self._audited = False
@@ -50,6 +62,7 @@ class GraphBinding:
 
     def restore(self) -> list[str]:
         """Undo :meth:`bind`; ``["forward"]`` if something else sits there now, which is left alone."""
+        self._replays = Replays()
         lost = self.lost()
         if not lost:
             del vars(self._model)["forward"]
@@ -132,7 +145,11 @@ class GraphBinding:
             overlay=dict(self._lora_terms()),
             tracer=self._record,
         )
-        video, audio = self._dit.run(self._weights, inputs, settings)
+        if self._replays.serves(inputs, settings):
+            places = self._tensors.places()
+            video, audio = self._replays.run(self._dit, self._weights, inputs, settings, places)
+        else:
+            video, audio = self._dit.run(self._weights, inputs, settings)
         return masked(video, audio, kwargs)
 
     def _sequence(self) -> Any:
@@ -201,6 +218,11 @@ class LiveTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         owner, leaf = self._owners[name]
         return plain(getattr(owner, leaf))
+
+    def places(self) -> tuple[int, ...]:
+        """Where every parameter lies now."""
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameter class intercepts every attribute
+            return tuple(owner._parameters[leaf].data_ptr() for owner, leaf in self._owners.values())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owners)

@@ -60,20 +60,23 @@ class CublasLtProvider:
     name = "cublaslt"
 
     def refuses(self, call: GemmCall) -> str | None:
-        """Trees, biases (torch rounds before it adds), and dtypes other than bf16 in and out."""
+        """Trees, and dtypes other than bf16 in and out."""
         if call.units != 1:
             return f"computes one chain, the call has {call.units} units"
         if call.a_dtype != torch.bfloat16 or call.out_dtype != torch.bfloat16:
             return f"multiplies bf16 to bf16, the call is {call.a_dtype} to {call.out_dtype}"
-        if call.has_bias:
-            return "would round before it adds the bias"
         return _elsewhere(call)
 
     def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
-        """a times b transposed by ``torch.mm``; operands with gaps between rows are copied (see ``packed``)."""
+        """a times b transposed by ``torch.mm``; operands with gaps between rows are copied (see ``packed``).
+
+        A bf16 bias by ``torch.addmm``, whose epilogue adds it to the fp32 chain; one of another dtype by Triton.
+        """
         a, b = packed(a), packed(b)
+        if bias is not None and bias.dtype != torch.bfloat16:
+            return TritonProvider().run(a, b, units=units, out_dtype=out_dtype, bias=bias)
         with no_split_k():
-            return torch.mm(a, b.t())
+            return torch.mm(a, b.t()) if bias is None else torch.addmm(bias, a, b.t())
 
     def probe(self, call: GemmCall, device: torch.device) -> Probe:
         """Compare with the Triton chain: cuBLASLt picks a kernel per shape, so each shape is proven."""
@@ -212,7 +215,7 @@ def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
     try:
         for kind in ("random", "cancellation"):
             a, b = _probe_inputs(call, device, cancel=kind == "cancellation")
-            bias = torch.randn(call.n, device=device) if call.has_bias else None
+            bias = torch.randn(call.n, device=device).to(call.a_dtype) if call.has_bias else None
             got = run(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
             expected = plain(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
             integer = torch.int16 if call.out_dtype == torch.bfloat16 else torch.int32

@@ -5,6 +5,7 @@ rows.
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs, diffusers_inputs, vllm_inputs
 from h3_kernels.graph.parallel import SequenceParallel, Ulysses
+from h3_kernels.graph.replay import Replays
 from h3_kernels.graph.run import PackedDiT, Session
 from h3_kernels.graph.settings import Replacement, Settings, Tracer
 from h3_kernels.graph.table import Node, Stage
@@ -18,6 +19,7 @@ __all__ = [
     "PackedDiT",
     "PackedInputs",
     "Replacement",
+    "Replays",
     "SequenceParallel",
     "Session",
     "Settings",

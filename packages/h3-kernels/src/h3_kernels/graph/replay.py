@@ -1,0 +1,127 @@
+"""Whole forwards replayed from CUDA graphs, where launching their nodes takes the host longer than the device.
+
+The first forward over rows of some shapes runs as it is, which chooses and proves every provider. The second is
+captured, and from then on forwards of these shapes are one launch: same kernels, same bits. Inputs are copied into the
+graph's own, velocities out of it. Weights are read where they lay at capture: values changed in place are followed, and
+a tensor that moved is another key. Asked for by H3_CUDA_GRAPHS=1. Measured: docs/measured-facts-nodes.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h3_kernels.graph.checks import check_rows
+from h3_kernels.graph.inputs import PackedInputs
+from h3_kernels.graph.run import PackedDiT
+from h3_kernels.graph.settings import Settings
+from h3_kernels.graph.weights import WeightsView
+from h3_kernels.modes import capturing
+
+ENVIRONMENT = "H3_CUDA_GRAPHS"
+"""``1`` replays; anything else runs every forward launch by launch. Off by default: captured forwards were
+measured on an H200, but this class has run on a CPU alone so far (its test on a device is in test_graph_gpu.py)."""
+
+ROWS = 2048
+"""Most packed rows of a replayed forward: above, the device is the slower one anyway, and a graph keeps its memory."""
+
+GRAPHS = 8
+"""Graphs kept, the oldest goes first. They share one pool of memory, as no two of them run at once."""
+
+Velocities = tuple[Tensor, Tensor]
+
+_TENSORS = tuple(f.name for f in fields(PackedInputs) if f.type in {"Tensor", "Tensor | None"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    inputs: PackedInputs
+    outputs: Velocities
+
+
+class Replays:
+    """The captured forwards of one model. Forwards of a model run one after the other."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Captured | None] = {}
+        self._pool: Any = None
+
+    def __len__(self) -> int:
+        """Forwards captured."""
+        return sum(captured is not None for captured in self._known.values())
+
+    def serves(self, inputs: PackedInputs, settings: Settings) -> bool:
+        """Whether such a forward may be replayed: on CUDA, few rows, one rank, no overlay, no gradients."""
+        device = inputs.positions.device
+        alone = settings.tp == 1 and settings.sequence is None and not settings.overlay
+        few = device.type == "cuda" and inputs.rows <= ROWS
+        return (
+            alone
+            and few
+            and not torch.is_grad_enabled()
+            and not capturing(device)
+            and os.environ.get(ENVIRONMENT) == "1"
+        )
+
+    def run(
+        self, dit: PackedDiT, weights: WeightsView, inputs: PackedInputs, settings: Settings, places: Hashable
+    ) -> Velocities:
+        """``dit.run(weights, inputs, settings)``, replayed from the third forward of its kind on.
+
+        ``places``: where the weights lie; a graph is never replayed for others. The tracer sees the forwards that are
+        not replayed.
+        """
+        inputs = replace(inputs, keys=None)
+        key = (
+            places,
+            _shapes(inputs),
+            settings.contract,
+            settings.provider,
+            settings.attention,
+            settings.fuse,
+        )
+        if key not in self._known:
+            self._remember(key, None)
+            return dit.run(weights, inputs, settings)
+        check_rows(inputs)
+        captured = self._known[key] or self._capture(key, dit, weights, inputs, settings)
+        for name in _TENSORS:
+            own, given = getattr(captured.inputs, name), getattr(inputs, name)
+            if own is not None:
+                own.copy_(given)
+        captured.graph.replay()
+        video, audio = captured.outputs
+        return video.clone(), audio.clone()
+
+    def _capture(
+        self, key: Hashable, dit: PackedDiT, weights: WeightsView, inputs: PackedInputs, settings: Settings
+    ) -> _Captured:
+        given = {name: getattr(inputs, name) for name in _TENSORS}
+        cloned: dict[str, Any] = {name: None if t is None else t.clone() for name, t in given.items()}
+        own = replace(inputs, **cloned)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            outputs = dit.run(weights, own, settings)
+        captured = _Captured(graph, own, outputs)
+        self._remember(key, captured)
+        return captured
+
+    def _remember(self, key: Hashable, captured: _Captured | None) -> None:
+        self._known.pop(key, None)
+        while len(self._known) >= GRAPHS:
+            del self._known[next(iter(self._known))]
+        self._known[key] = captured
+
+
+def _shapes(inputs: PackedInputs) -> Hashable:
+    """What a graph has fixed of its inputs: shapes, dtypes and the host's numbers."""
+    given = (getattr(inputs, name) for name in _TENSORS)
+    tensors = tuple(None if t is None else (tuple(t.shape), t.dtype, t.device) for t in given)
+    return tensors, inputs.max_seqlen, inputs.text_max_seqlen
