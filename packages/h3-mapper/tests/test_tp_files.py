@@ -17,6 +17,9 @@ from mapper_testkit import TINY
 from test_lora_files import base_state, save_base
 from test_sync import expected
 
+EIGHT = replace(TINY, num_attention_heads=8, in_channels=8, audio_in_channels=8)
+"""Allows tp 4 and 8, as the release does."""
+
 DTYPES = {"BF16": np.uint16, "F32": np.float32}
 
 
@@ -70,11 +73,36 @@ def test_tp_one_equals_a_plain_conversion(tmp_path):
     assert_equal(values_of(tmp_path / "sharded" / "rank-0-of-1"), values_of(tmp_path / "plain"))
 
 
-def test_only_the_rank_s_own_bytes_matter(tmp_path):
-    """Every byte of the source that no piece of rank 1 covers is inverted; the shard does not change."""
-    folder = save_base(tmp_path / "source", Layout.RELEASE)
+@pytest.mark.parametrize("tp", [4, 8])
+def test_four_and_eight_ranks_are_slices_and_their_digests_add_up(tmp_path, tp):
+    folder = save_base(tmp_path / "source", Layout.RELEASE, config=EIGHT)
+    whole = values_of(folder)
+    stored = {name: value for name, value in whole.items() if name != "rope.inv_freq"}
+    folders = convert_shards(folder, tmp_path / "out", tp).folders
+
+    def digests(order):
+        partials = []
+        for rank, path in zip(order, folders, strict=True):
+            digest = LiveDigest(EIGHT, Layout.MODULE, tp=tp, rank=rank)
+            for name, value in values_of(path).items():
+                digest.add(name, value)
+            partials.append(digest.partials())
+        return combine(EIGHT, partials)
+
+    for rank, path in enumerate(folders):
+        assert_equal(values_of(path), expected(stored, Layout.RELEASE, Layout.MODULE, tp, rank, EIGHT))
+    assert digests(range(tp)) == digest_checkpoint(folder)
+    wrong = differing(digest_checkpoint(folder), digests(reversed(range(tp))))
+    assert "blocks.0.attn.qkv_proj.weight[q]" in wrong
+    assert "blocks.1.mlp.fc2.weight" in wrong
+
+
+@pytest.mark.parametrize(("config", "tp", "rank"), [(TINY, 2, 1), (EIGHT, 8, 5)], ids=["tp2", "tp8"])
+def test_only_the_rank_s_own_bytes_matter(tmp_path, config, tp, rank):
+    """Every byte of the source that no piece of the rank covers is inverted; the shard does not change."""
+    folder = save_base(tmp_path / "source", Layout.RELEASE, config=config)
     (file,) = folder.glob("*.safetensors")
-    with open_shard(folder, 2, 1) as files:
+    with open_shard(folder, tp, rank) as files:
         before = {t.name: files.read(t.name) for t in files.sharded.targets}
         pieces = [piece for t in files.sharded.targets for piece in files.pieces(t.name)]
         assert sum(piece.length for piece in pieces) == sum(t.nbytes for t in files.sharded.targets if t.rows)
@@ -87,9 +115,9 @@ def test_only_the_rank_s_own_bytes_matter(tmp_path):
     at = file.read_bytes().find(TINY.inv_freq())  # its bits are checked on opening
     own[at : at + len(TINY.inv_freq())] = True
     file.write_bytes(np.where(own, data, ~data).tobytes())
-    with open_shard(folder, 2, 1) as files:
+    with open_shard(folder, tp, rank) as files:
         after = {t.name: files.read(t.name) for t in files.sharded.targets}
-    assert 0.4 < own.mean() < 0.6
+    assert 0.9 / tp < own.mean() < 1.2 / tp + 0.05
     assert after == before
 
 
