@@ -79,7 +79,7 @@ def oracles(session: nox.Session) -> None:
 def fuzz(session: nox.Session) -> None:
     """Hypothesis and the checkpoint fuzzers with many more examples than the test run's."""
     prepare(session, "sync", "engines")
-    fuzzers = ("pytest", "-q", "-m", CPU_TESTS, "packages/h3-mapper", *session.posargs)
+    fuzzers = ("pytest", "-q", "--timeout", "3600", "-m", CPU_TESTS, "packages/h3-mapper", *session.posargs)
     session.run(*fuzzers, env={"HYPOTHESIS_PROFILE": "fuzz"})
 
 

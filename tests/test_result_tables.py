@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import readme_tables
 import result_tables
 
 STEP = {"engine": "vllm-omni", "direction": "forward", "rows": 925, "ratio": 1.021, "adaln": "computed"}
@@ -20,19 +21,19 @@ def test_a_whole_step_is_one_cell() -> None:
         STEP | {"rows": 8349, "ratio": 0.5},
         STEP | {"engine": "diffusers", "direction": "step", "ratio": 2.0},
     ]
-    _, *sizes = cells(result_tables.whole_steps(found))[0]
-    assert sizes == ["", "925 rows", "8349 rows"]
-    assert cells(result_tables.whole_steps(found))[1:] == [
-        ["vllm-omni", "`forward`", "1.02", "0.50"],
-        ["diffusers", "`step`", "2.00", ""],
+    _, *sizes = cells(readme_tables.whole_steps(found))[0]
+    assert sizes == ["run", "925 rows", "8349 rows"]
+    assert cells(readme_tables.whole_steps(found))[1:] == [
+        ["vllm-omni", "forward", "1.02", "0.50"],
+        ["diffusers", "step", "2.00", ""],
     ]
 
 
 @pytest.mark.parametrize(
-    "change", [{"adaln": "cached"}, {"case": "graph"}, {"measured_blocks": {"4": {}}}, {"ratio": None}]
+    "change", [{"adaln": "cached"}, {"case": "contract"}, {"measured_blocks": {"4": {}}}, {"ratio": None}]
 )
 def test_another_kind_of_run_is_no_whole_step(change: dict[str, Any]) -> None:
-    assert result_tables.whole_steps([STEP | change]) == ""
+    assert readme_tables.whole_steps([STEP | change]) == ""
 
 
 def test_a_divergence_names_its_first_output() -> None:
@@ -50,3 +51,24 @@ def test_records_without_a_number_are_counted() -> None:
     refused = {"op": "fc2", "refused": "no legal provider"}
     assert "1 more hold no ratio" in result_tables.refusals([{"op": "fc2", "ratio": 1.0}, refused])
     assert result_tables.refusals([{"op": "fc2", "ratio": 1.0}]) == ""
+
+
+def test_bits_are_headlined_at_the_largest_size_beside_the_engines_as_shipped() -> None:
+    gate = {"case": "velocities of both engines", "rows": 925, "blocks": 50, "differing": 0, "values": 65152}
+    twin = gate | {"case": "twin: as shipped", "differing": 65152}
+    larger = [record | {"rows": 8349, "values": 587904} for record in (gate, twin)]
+    assert "8349 rows on an H200: 0 of 587,904 velocities" in readme_tables.bits([*larger, gate, twin])
+    assert readme_tables.bits([gate]) == ""
+
+
+def test_a_failed_gate_stands_out() -> None:
+    gate = {
+        "case": "repeated",
+        "rows": 925,
+        "blocks": 50,
+        "differing": 3,
+        "values": 9,
+        "expected": 0,
+        "passed": False,
+    }
+    assert cells(result_tables.gates_table([gate]))[1][-1] == "NO"

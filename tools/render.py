@@ -13,9 +13,17 @@ from collections.abc import Callable
 
 from environment import ROOT
 from evidence_tables import claims, evidence_folders, evidence_index, hardware_table
-from result_tables import every_record, headline, measured, parity
+from readme_tables import headline, measured
+from result_tables import every_record, gates, parity, stock_nodes, time_by_kernel
 
-PAGES = ("README.md", "docs/results.md", "docs/hardware.md", "docs/evidence.md", "docs/parity.md")
+PAGES = (
+    "README.md",
+    "docs/results.md",
+    "docs/hardware.md",
+    "docs/evidence.md",
+    "docs/parity.md",
+    "docs/measured-facts-nodes.md",
+)
 BLOCK = re.compile(r"(<!-- begin generated: (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 
 BLOCKS: dict[str, Callable[[], str]] = {
@@ -23,6 +31,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "measured": measured,
     "every_record": every_record,
     "parity": parity,
+    "gates": gates,
+    "stock_nodes": stock_nodes,
+    "time_by_kernel": time_by_kernel,
     "hardware_table": hardware_table,
     "evidence_index": evidence_index,
     "evidence_folders": evidence_folders,

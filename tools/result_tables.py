@@ -1,4 +1,4 @@
-"""What README.md and docs/results.md say of the result files of benchmarks/results, as Markdown."""
+"""What docs/results.md says of the result files of benchmarks/results, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import records
 from environment import ROOT
 from figures import shares
-from h3_kernels import contract
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -28,6 +27,7 @@ KEYS = (
     "tp",
     "rows",
     "blocks",
+    "adaln",
 )
 
 
@@ -45,103 +45,14 @@ def ratios(record: dict[str, Any]) -> dict[str, float]:
     return {str(record.get("peer") or "stock"): float(value)} if value is not None else {}
 
 
-def headline() -> str:
-    """README's one sentence on speed: the range over all directions, and over all linears and row counts."""
-    copies = [r["ratio"] for r in records.load(RESULTS / "mapper_cpu.json") if _is_conversion(r)]
-    products = [r["ratio"] for r in records.load(RESULTS / "gemm_h200.json") if _is_default_linear(r)]
-    steps = [r["ratio"] for r in records.load(RESULTS / "step_h200.json") if _is_whole_step(r)]
-    parts = []
-    if copies:
-        parts.append(f"converting takes {_range(copies)} of the time of `cp`")
-    if products:
-        parts.append(f"the contracts' linears {_range(products)} of stock `F.linear` on an H200")
-    if steps:
-        parts.append(f"whole forwards and training steps {_range(steps)} of the engines as shipped")
-    return f"Cost: {', '.join(parts)} ([all numbers](docs/results.md)).\n" if parts else ""
-
-
-def _range(ratios: list[float]) -> str:
-    return f"{min(ratios):.2f} to {max(ratios):.2f}"
-
-
-def measured() -> str:
-    """README's summary: the headline of each subject that was measured."""
-    parts = [
-        conversion(records.load(RESULTS / "mapper_cpu.json")),
-        linears(records.load(RESULTS / "gemm_h200.json")),
-        whole_steps(records.load(RESULTS / "step_h200.json")),
-    ]
-    return "\n".join(part for part in parts if part) + "\nEvery record: [docs/results.md](docs/results.md).\n"
-
-
-def _is_conversion(record: dict[str, Any]) -> bool:
-    return record.get("peer") == "cp --reflink=never"
-
-
-def _is_default_linear(record: dict[str, Any]) -> bool:
-    """A forward with the provider that is chosen, at one rank and under the default contracts."""
-    chosen = (
-        record.get("auto") and record.get("ratio") and record["tp"] == 1 and record["direction"] == "forward"
-    )
-    return bool(chosen) and record["contract"] in {contract.PROJECTION, contract.parallel_id(contract.UNITS)}
-
-
-def conversion(found: list[dict[str, Any]]) -> str:
-    """One line per direction of converting a checkpoint, against `cp` of the same bytes."""
-    rows = [
-        (
-            r["subject"],
-            f"{r['ratio']:.2f}",
-            f"{r['bytes'] / r['ours'] / 1e9:.1f} GB/s",
-            f"{r['peak_rss'] / 2**20:.0f} MiB",
-        )
-        for r in found
-        if _is_conversion(r)
-    ]
-    head = ("h3-mapper, files fsynced, digests on", "time / `cp`", "speed", "peak memory")
-    return f"{table(head, rows)}\n{_machine(found)}\n" if rows else ""
-
-
-def linears(found: list[dict[str, Any]]) -> str:
-    """Forward of the four linears with the provider that is chosen, at one rank and the default contracts."""
-    shown = [r for r in found if _is_default_linear(r)]
-    return _by_rows(found, shown, ("op", "contract"), ("h3-kernels, time / stock `F.linear`", "contract"))
-
-
-def whole_steps(found: list[dict[str, Any]]) -> str:
-    """Denoise forwards of both engines and the trainer's LoRA step, every node bound, against the engine as shipped."""
-    shown = [r for r in found if _is_whole_step(r)]
-    return _by_rows(found, shown, ("engine", "direction"), ("whole transformer, time / as shipped", ""))
-
-
-def _is_whole_step(record: dict[str, Any]) -> bool:
-    """A plain run of all blocks, not extrapolated; the engine's cache of timesteps it has seen is not asked."""
-    plain = not {"case", "measured_blocks"} & record.keys() and record.get("adaln") != "cached"
-    return plain and bool(record.get("ratio"))
-
-
-def _by_rows(
-    found: list[dict[str, Any]], shown: list[dict[str, Any]], keys: tuple[str, str], head: tuple[str, str]
-) -> str:
-    """Ratios with a line for each pair of conditions and a column for each number of rows."""
-    sizes = sorted({r["rows"] for r in shown})
-    cells = {(*map(r.get, keys), r["rows"]): f"{r['ratio']:.2f}" for r in shown}
-    pairs = dict.fromkeys(tuple(map(r.get, keys)) for r in shown)
-    rows = [
-        (first, f"`{second}`", *(cells.get((first, second, size), "") for size in sizes))
-        for first, second in pairs
-    ]
-    return f"{table((*head, *(f'{size} rows' for size in sizes)), rows)}\n{_machine(found)}\n" if rows else ""
-
-
 def every_record() -> str:
     """docs/results.md: one section per result file, every record, wins and losses."""
     parts = []
     for path in sorted(RESULTS.glob("*.json")):
         found = records.load(path)
         made = (
-            _machine(found),
-            *(make(found) for make in (ratio_table, parity_table, divergence_table, refusals)),
+            machine(found),
+            *(make(found) for make in (ratio_table, gates_table, parity_table, divergence_table, refusals)),
         )
         parts.append("\n\n".join([f"## {path.stem}", *(text for text in made if text)]))
     return "\n".join(parts)
@@ -155,10 +66,76 @@ def ratio_table(found: list[dict[str, Any]]) -> str:
     return table((*keys, "against", "ratio"), rows) if rated else ""
 
 
+def gates_table(found: list[dict[str, Any]]) -> str:
+    """Every comparison of bits; a twin is a planted fault, of which some values must differ."""
+    rows = [
+        (
+            r["case"],
+            r["rows"],
+            r["blocks"],
+            r["values"],
+            r["differing"],
+            r["expected"],
+            "yes" if r["passed"] else "NO",
+        )
+        for r in found
+        if "passed" in r and "expected" in r
+    ]
+    return (
+        table(("bits of", "rows", "blocks", "values", "differ", "expected", "passed"), rows) if rows else ""
+    )
+
+
+def gates() -> str:
+    """docs/parity.md: the comparisons of bits on a GPU at full width."""
+    found = records.load(RESULTS / "gates_h200.json")
+    return f"{gates_table(found)}\n{machine(found)}\n" if found else ""
+
+
+def stock_nodes() -> str:
+    """docs/parity.md: how each engine's own arithmetic of a node differs from the node's, on the same inputs."""
+    found = records.load(RESULTS / "divergence_h200.json")
+    return f"{stock_nodes_table(found)}\n{machine(found)}\n" if found else ""
+
+
+def stock_nodes_table(found: list[dict[str, Any]]) -> str:
+    """Share of values that differ and relative norm of the difference, a line for each node and a pair for each
+    engine; nodes in which neither differs are left out."""
+    cells = {(r["engine"], r["node"]): (r["share"], r["relative"]) for r in found if "node" in r}
+    engines, nodes = ({r[key]: None for r in found if "node" in r} for key in ("engine", "node"))
+    rows = [
+        (f"`{node}`", *(_amount(x) for engine in engines for x in cells.get((engine, node), (0.0, 0.0))))
+        for node in nodes
+        if any(cells.get((engine, node), (0.0,))[0] for engine in engines)
+    ]
+    head = ("node", *(f"{engine}: {what}" for engine in engines for what in ("values differ", "by")))
+    return table(head, rows)
+
+
+def _amount(value: float) -> str:
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4f}".rstrip("0").rstrip(".")
+
+
+def time_by_kernel() -> str:
+    """docs/measured-facts-nodes.md: GPU milliseconds by kind of kernel, as shipped and ours."""
+    found = [r for r in records.load(RESULTS / "step_h200.json") if r.get("case") == "kernels"]
+    kinds = ("gemm", "attention", "rest")
+    pairs: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for r in found:
+        pairs.setdefault((r["engine"], r["direction"], r["rows"]), {})[r["variant"]] = r
+    rows = [
+        (*key, *(f"{r['stock']['busy_ms'][k]:.0f} / {r['ours']['busy_ms'][k]:.0f}" for k in kinds),
+         f"{r['stock']['kernels']} / {r['ours']['kernels']}")
+        for key, r in pairs.items()
+    ]  # fmt: skip
+    head = ("engine", "direction", "rows", *(f"{k}, ms" for k in kinds), "kernels")
+    return f"{table(head, rows)}\n{machine(found)} As shipped / ours.\n" if rows else ""
+
+
 def parity() -> str:
     """docs/parity.md: every case of tools/parity.py."""
     found = records.load(RESULTS / "parity_cpu.json")
-    return f"{parity_table(found)}\n{_machine(found)}\n" if found else ""
+    return f"{parity_table(found)}\n{machine(found)}\n" if found else ""
 
 
 def parity_table(found: list[dict[str, Any]]) -> str:
@@ -195,7 +172,8 @@ def refusals(found: list[dict[str, Any]]) -> str:
     return f"{count} more hold no ratio, and say why.\n" if count else ""
 
 
-def _machine(found: list[dict[str, Any]]) -> str:
+def machine(found: list[dict[str, Any]]) -> str:
+    """Where and at which commit records were measured: one sentence."""
     seen: dict[str, Any] = next(
         (record["environment"] for record in found if isinstance(record.get("environment"), dict)), {}
     )
