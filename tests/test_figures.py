@@ -21,6 +21,26 @@ TRACES = [
     {"case": "one ulp", "outputs": OUTPUTS, "share": [0.0, 0.0, 0.25, 1.0]},
 ]
 
+TIMES = [
+    {"case": "kernels", "engine": "e", "direction": "step", "rows": 9, "variant": variant, "busy_ms": busy}
+    for variant, busy in (("stock", {"gemm": 6.0, "rest": 4.0}), ("ours", {"gemm": 7.0, "rest": 1.0}))
+] + [
+    {"case": "node", "node": node, "rows": rows, "ours_ms": ms}
+    for node, rows, ms in (("norm1", 9, 1.0), ("mlp.fc1", 9, 3.0), ("norm1", 5, 9.0))
+]
+
+
+def test_kernel_times_are_shares_of_the_run_as_shipped() -> None:
+    assert figures.kernel_times(TIMES) == [
+        ("e step, 9 rows, as shipped", {"gemm": 0.6, "rest": 0.4}),
+        ("e step, 9 rows, bound", {"gemm": 0.7, "rest": 0.1}),
+    ]
+    assert figures.kernel_times(TIMES[1:]) == []  # nothing to compare with
+
+
+def test_node_times_are_of_the_most_rows_and_the_largest_comes_first() -> None:
+    assert figures.node_times(TIMES) == [("mlp.fc1: 3.0 ms", 0.75), ("norm1: 1.0 ms", 0.25)]
+
 
 def test_every_ratio_is_one_bar_with_a_label_of_its_own() -> None:
     found = figures.bars(RECORDS)
@@ -51,7 +71,7 @@ def test_runs_part_where_the_first_row_differs() -> None:
 
 @pytest.mark.parametrize("figure", figures.FIGURES, ids=lambda figure: figure.kind)
 def test_every_kind_is_drawn_and_one_without_records_is_known_to_be_empty(figure, tmp_path: Path) -> None:
-    figures.save(figure, [*RECORDS, *TRACES], tmp_path / "figure.png", "a title")
+    figures.save(figure, [*RECORDS, *TRACES, *TIMES], tmp_path / "figure.png", "a title")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert not figure.values([{"subject": "a note without numbers"}])
 

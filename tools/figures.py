@@ -121,6 +121,62 @@ def _first_of_each_block(outputs: list[str]) -> dict[str, int]:
     return found
 
 
+KERNEL_COLORS = {"gemm": "#3f6f9f", "attention": "#c08a3e", "rest": "#8a8a8a"}
+
+
+def kernel_times(records: list[Record]) -> list[tuple[str, dict[str, float]]]:
+    """GPU time by kind of kernel of each profiled run, as a share of the same run as shipped; with a label."""
+    profiled = [r for r in records if r.get("case") == "kernels" and r["busy_ms"]]
+    whole = {_run(r): sum(r["busy_ms"].values()) for r in profiled if r["variant"] == "stock"}
+    return [
+        (
+            f"{r['engine']} {r['direction']}, {r['rows']} rows, {_VARIANTS[r['variant']]}",
+            {kind: spent / whole[_run(r)] for kind, spent in r["busy_ms"].items()},
+        )
+        for r in profiled
+        if _run(r) in whole
+    ]
+
+
+_VARIANTS = {"stock": "as shipped", "ours": "bound"}
+
+
+def _run(record: Record) -> tuple[Any, ...]:
+    return record["engine"], record["direction"], record["rows"]
+
+
+def draw_kernel_times(axes: Any, runs: list[tuple[str, dict[str, float]]]) -> None:
+    """One bar a run, in pieces by kind of kernel."""
+    start = [0.0] * len(runs)
+    for kind, color in KERNEL_COLORS.items():
+        widths = [parts.get(kind, 0.0) for _, parts in runs]
+        axes.barh(range(len(runs)), widths, left=start, color=color, label=kind)
+        start = [a + b for a, b in zip(start, widths, strict=True)]
+    axes.set_yticks(range(len(runs)), [name for name, _ in runs], fontsize=7)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.invert_yaxis()
+    axes.set_xlabel("GPU time / that of the same run as shipped")
+    axes.legend(fontsize=7, loc="lower right")
+
+
+def node_times(records: list[Record]) -> list[tuple[str, float]]:
+    """Share of a forward's time of each node, over all blocks, largest first; of the most rows measured."""
+    timed = [r for r in records if r.get("case") == "node"]
+    most = max((r["rows"] for r in timed), default=0)
+    spent = {r["node"]: r["ours_ms"] for r in timed if r["rows"] == most}
+    total = sum(spent.values())
+    ordered = sorted(spent.items(), key=lambda item: -item[1])
+    return [(f"{node}: {ms:.1f} ms", ms / total) for node, ms in ordered]
+
+
+def draw_node_times(axes: Any, nodes: list[tuple[str, float]]) -> None:
+    """One bar a node."""
+    axes.barh(range(len(nodes)), [share for _, share in nodes], color=BETTER)
+    axes.set_yticks(range(len(nodes)), [name for name, _ in nodes], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("share of a bound forward, all blocks together")
+
+
 def _axis_of_ratios(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
@@ -142,6 +198,8 @@ SPEED = Figure("speed", bars, draw_speed, lambda rated: 1.5 + 0.18 * len(rated))
 FIGURES = (
     SPEED,
     Figure("errors", error_ratios, draw_errors, lambda found: 3.0),
+    Figure("kernels", kernel_times, draw_kernel_times, lambda runs: 1.5 + 0.25 * len(runs)),
+    Figure("nodes", node_times, draw_node_times, lambda nodes: 1.5 + 0.2 * len(nodes)),
     Figure("divergence", shares, draw_divergence, lambda compared: 4.0 + 0.2 * len(compared)),
 )
 
