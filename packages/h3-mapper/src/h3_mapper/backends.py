@@ -44,9 +44,10 @@ class Backend(Protocol):
 
 
 WIDE = (("complex128", 16), ("int64", 8), ("int32", 4))
-"""dtypes through which strided rows are copied, and their bytes: torch copies those an element at a time.
+"""dtypes through which spaced blocks of rows are copied, and their bytes: torch copies those an element at a time.
 
-Measured on one H200, 27.5 GB of bf16 into grouped rows: bf16 elements 0.61 of the bandwidth of a plain copy.
+Measured on one H200, heads into grouped rows, TB/s: bf16 1.70, int32 2.65, int64 3.49, complex128 3.63; a plain copy
+3.89. A rank's columns of fc2 take the same time at every width (19 MB: 1.9 to 2.0 TB/s), so those are left alone.
 """
 
 
@@ -90,8 +91,6 @@ class _Torch:
         if run.count == 1:
             out = _rows_torch(out, run.row, run.length)
             source = _rows_torch(source, run.start, run.length)
-            if not source.is_contiguous() or not out.is_contiguous():
-                out, source = self._widest(out, source)
         else:
             out, source = self._widest(out, source)
             out = _strided_torch(out, run.row, run.row_step, run)
