@@ -10,9 +10,8 @@ from result_tables import RESULTS, machine, table
 
 
 def headline() -> str:
-    """README's two sentences: whether the engines agree, and what that and a conversion cost."""
-    lines = [bits(records.load(RESULTS / "gates_h200.json")), cost()]
-    return "".join(f"- {line}\n" for line in lines if line)
+    """README's first numbers: whether the engines agree, and what that and a conversion cost."""
+    return "\n".join(part for part in (bits(records.load(RESULTS / "gates_h200.json")), cost()) if part)
 
 
 def bits(found: list[dict[str, Any]]) -> str:
@@ -24,31 +23,32 @@ def bits(found: list[dict[str, Any]]) -> str:
     if bound is None or shipped is None:
         return ""
     return (
-        f"Bits, {bound['blocks']} blocks of full width and {bound['rows']} rows on an H200: {bound['differing']:,} of "
-        f"{bound['values']:,} velocities differ between the engines; as shipped {shipped['differing']:,}."
+        f"On an H200, {bound['blocks']} blocks of full width, random weights and {bound['rows']} rows, **{bound['differing']:,} of "
+        f"{bound['values']:,} velocities differ** between the two engines; as shipped {shipped['differing']:,} do.\n"
     )
 
 
 def cost() -> str:
     """The range of each kind of ratio."""
-    steps = [r for r in records.load(RESULTS / "step_h200.json") if _is_whole_step(r) and "case" not in r]
-    longest = max((r["rows"] for r in steps), default=0)
-    ratios_of = {
-        "converting {} of `cp`": [r for r in records.load(RESULTS / "mapper_cpu.json") if _is_conversion(r)],
-        f"whole forwards and training steps {{}} of the engines as shipped at {longest} rows": [
-            r for r in steps if r["rows"] == longest
+    steps = [r for r in records.load(RESULTS / "step_h200.json") if _is_whole_step(r)]
+    eager = [r for r in steps if "case" not in r]
+    longest = max((r["rows"] for r in eager), default=0)
+    whole = "whole forwards and training steps"
+    found = {
+        ("converting a checkpoint", "`cp`"): [
+            r for r in records.load(RESULTS / "mapper_cpu.json") if _is_conversion(r)
         ],
-        "{} at fewer": [r for r in steps if r["rows"] < longest],
-        "single linears {} of `F.linear`": [
+        (f"{whole}, {longest} rows", "the engines as shipped"): [r for r in eager if r["rows"] == longest],
+        (f"{whole}, fewer rows, launched node by node", "the same"): [
+            r for r in eager if r["rows"] < longest
+        ],
+        ("forwards of fewer rows, from CUDA graphs", "the same"): [r for r in steps if "case" in r],
+        ("single linears of the contracts", "`F.linear`"): [
             r for r in records.load(RESULTS / "gemm_h200.json") if _is_default_linear(r)
         ],
     }
-    parts = [text.format(_range([r["ratio"] for r in found])) for text, found in ratios_of.items() if found]
-    return (
-        f"Time, as a share of the peer's: {', '.join(parts)} ([all numbers](docs/results.md))."
-        if parts
-        else ""
-    )
+    rows = [(*what, _range([r["ratio"] for r in rated])) for what, rated in found.items() if rated]
+    return table(("", "against", "time / the peer's"), rows) if rows else ""
 
 
 def _range(ratios: list[float]) -> str:
