@@ -22,10 +22,9 @@ def bits(found: list[dict[str, Any]]) -> str:
     )
     if bound is None or shipped is None:
         return ""
-    return (
-        f"On an H200, {bound['blocks']} blocks of full width, random weights and {bound['rows']} rows, **{bound['differing']:,} of "
-        f"{bound['values']:,} velocities differ** between the two engines; as shipped {shipped['differing']:,} do.\n"
-    )
+    model = f"{bound['blocks']} blocks of full width, random weights and {bound['rows']} rows"
+    differ = f"**{bound['differing']:,} of {bound['values']:,} velocities differ** between the two engines"
+    return f"On an H200, {model}, {differ}; as shipped {shipped['differing']:,} do.\n"
 
 
 def cost() -> str:
