@@ -18,6 +18,7 @@ from result_tables import every_record, gates, parity, stock_nodes, time_by_kern
 
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/results.md",
     "docs/hardware.md",
     "docs/evidence.md",
