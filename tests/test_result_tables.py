@@ -25,7 +25,7 @@ def test_a_whole_step_is_one_cell() -> None:
     assert sizes == ["run", "925 rows", "8349 rows"]
     assert cells(readme_tables.whole_steps(found))[1:] == [
         ["vllm-omni", "forward", "1.02", "0.50"],
-        ["diffusers", "step", "2.00", ""],
+        ["diffusers", "LoRA training step", "2.00", ""],
     ]
 
 

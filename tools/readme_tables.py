@@ -94,14 +94,18 @@ def conversion(found: list[dict[str, Any]]) -> str:
 
 def linears(found: list[dict[str, Any]]) -> str:
     """Forward of the four linears with the provider that is chosen, at one rank and the default contracts."""
-    shown = [r for r in found if _is_default_linear(r)]
+    shown = [r | {"contract": f"`{r['contract']}`"} for r in found if _is_default_linear(r)]
     return _by_rows(found, shown, ("op", "contract"), ("h3-kernels, time / stock `F.linear`", "contract"))
 
 
 def whole_steps(found: list[dict[str, Any]]) -> str:
     """Denoise forwards of both engines and the trainer's LoRA step, every node bound, against the engine as shipped."""
-    runs = {None: "", "graph": ", CUDA graph"}
-    shown = [r | {"run": r["direction"] + runs[r.get("case")]} for r in found if _is_whole_step(r)]
+    runs = {
+        ("forward", None): "forward",
+        ("forward", "graph"): "forward, CUDA graph",
+        ("step", None): "LoRA training step",
+    }
+    shown = [r | {"run": runs[r["direction"], r.get("case")]} for r in found if _is_whole_step(r)]
     return _by_rows(found, shown, ("engine", "run"), ("whole transformer, time / as shipped", "run"))
 
 
