@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -90,14 +91,16 @@ class Replays:
             self._remember(key, None)
             return dit.run(weights, inputs, settings)
         check_rows(inputs)
-        captured = self._known[key] or self._capture(key, dit, weights, inputs, settings)
-        for name in _TENSORS:
-            own, given = getattr(captured.inputs, name), getattr(inputs, name)
-            if own is not None:
-                own.copy_(given)
-        captured.graph.replay()
-        video, audio = captured.outputs
-        return video.clone(), audio.clone()
+        device = inputs.positions.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            captured = self._known[key] or self._capture(key, dit, weights, inputs, settings)
+            for name in _TENSORS:
+                own, given = getattr(captured.inputs, name), getattr(inputs, name)
+                if own is not None:
+                    own.copy_(given)
+            captured.graph.replay()
+            video, audio = captured.outputs
+            return video.clone(), audio.clone()
 
     def _capture(
         self, key: Hashable, dit: PackedDiT, weights: WeightsView, inputs: PackedInputs, settings: Settings
