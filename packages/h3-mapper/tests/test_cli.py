@@ -154,7 +154,9 @@ def test_another_models_config_is_named_with_its_folder(src, tmp_path, capsys):
     (src / "config.json").write_text('{"model_type": "llama"}')
     code, _, err = call(capsys, "convert", src, tmp_path / "out", "--to", "release")
     assert code == 2
-    assert err.startswith(f"h3-mapper: {src}: config.json: model_type is 'llama'")
+    assert err.startswith(
+        f"h3-mapper: {src}/config.json: model_type is 'llama'; expected a MiniMax-H3 transformer"
+    )
 
 
 def test_plan_without_a_config_is_the_released_models(capsys):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -377,7 +378,11 @@ def test_a_missing_factor_of_any_block_fails_instead_of_serving_base_weights():
 def test_stacked_mapping_is_extended_once_and_only_on_the_chosen_transformer():
     """R03: an upstream q/k/v entry made the adapter skip the fc1 slices."""
 
+    def made(*names):
+        return [SimpleNamespace(attn=SimpleNamespace(**{names[0]: 0}), mlp=SimpleNamespace(**{names[1]: 0}))]
+
     class Transformer:
+        blocks = made("qkv_proj", "fc1")
         stacked_params_mapping = (
             (".attn.qkv_proj", ".attn.to_q", "q"),
             (".attn.qkv_proj", ".attn.to_k", "k"),
@@ -389,6 +394,17 @@ def test_stacked_mapping_is_extended_once_and_only_on_the_chosen_transformer():
     assert chosen.stacked_params_mapping == (*Transformer.stacked_params_mapping, *STACKED[3:])
     assert len(other.stacked_params_mapping) == len(Transformer.stacked_params_mapping) == 3
     assert not complete_stacked_mapping(chosen)
-    bare = type("Bare", (), {})()
+    for other in (
+        torch.nn.Linear(2, 2),
+        SimpleNamespace(transformer=chosen),
+        SimpleNamespace(blocks=made("qkv", "fc1")),
+    ):
+        with pytest.raises(
+            UnsupportedAdapterError,
+            match=r"no blocks with attn\.qkv_proj and mlp\.fc1; .*pipeline\.transformer",
+        ):
+            complete_stacked_mapping(other)
+        assert not hasattr(other, "stacked_params_mapping")
+    bare = SimpleNamespace(blocks=made("qkv_proj", "fc1"))
     assert complete_stacked_mapping(bare)
     assert bare.stacked_params_mapping == STACKED

@@ -214,7 +214,12 @@ def test_an_unknown_declared_layout_is_refused(src):
 
 
 def test_a_statement_against_the_names_or_the_metadata_is_refused(src):
-    refused(LayoutMismatchError, "names are Diffusers but the caller says module", src, stated="module")
+    refused(
+        LayoutMismatchError,
+        r"names are Diffusers but --from .* says module; expected diffusers: .* leave it out",
+        src,
+        stated="module",
+    )
     native(src, Layout.MODULE, {"h3.layout": "module"})
     refused(LayoutMismatchError, "metadata says module", src, Layout.DIFFUSERS, stated="release")
     refused(LayoutMismatchError, "names are native", src, Layout.RELEASE, stated="diffusers")

@@ -12,6 +12,7 @@ from h3_mapper.errors import (
     MapperError,
     MissingTensorError,
     ShapeError,
+    UnsupportedTensorError,
 )
 from h3_mapper.lora.engine import map_lora_update_to_engine
 from h3_mapper.plan import plan, tensors
@@ -74,6 +75,10 @@ def assert_bits(got, wanted, prefix="transformer."):
     target=st.sampled_from([Layout.RELEASE, Layout.MODULE, Layout.DIFFUSERS]),
 )
 def test_any_order_and_buckets_give_the_plan_s_result(data, source, target):
+    if source is target is Layout.DIFFUSERS:
+        with pytest.raises(LayoutError, match=r"both diffusers: .* release .* or module"):
+            WeightSync(TINY, target, source=source)
+        return
     values = state(source)
     names = data.draw(st.permutations(sorted(values)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(names)), max_size=5)))
@@ -204,6 +209,52 @@ def test_finish_names_every_missing_and_every_extra_tensor():
         sync.finish()
     for name in (*dropped, "transformer_blocks.9.norm1.weight", "vae.decoder.weight"):
         assert name in str(caught.value)
+    assert caught.value.missing == tuple(sorted(f"transformer.{name}" for name in dropped))
+    assert caught.value.extra == ("transformer.transformer_blocks.9.norm1.weight", "vae.decoder.weight")
+
+
+def test_an_incomplete_sync_says_only_what_is_wrong_and_what_to_do():
+    """An empty side is left out, a long one is cut and kept whole on the error, an unread push is named."""
+    values, late = state(), "proj_in.bias"
+    sync = WeightSync(TINY)
+    list(sync.push((n, v) for n, v in values.items() if n != late))
+    with pytest.raises(IncompleteSyncError) as caught:
+        sync.finish()
+    assert str(caught.value) == (
+        "sync is not the whole model: 1 missing (transformer.proj_in.bias): send them before finish(), or "
+        "finish(partial=True)"
+    )
+    sync.push([(late, values[late])])  # a generator that nobody reads
+    with pytest.raises(IncompleteSyncError, match="1 missing"):
+        sync.finish()
+    list(sync.push([(late, values[late])]))
+    sync.finish()
+    unread = WeightSync(TINY)
+    unread.push(values.items())
+    with pytest.raises(IncompleteSyncError) as caught:
+        unread.finish()
+    assert f"{len(values)} missing (" in str(caught.value)
+    assert f"and {len(values) - 6} more): nothing has arrived: push() and push_shards() work while" in str(
+        caught.value
+    )
+    assert "extra" not in str(caught.value)
+    assert len(caught.value.missing) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "way"),
+    [
+        ({"proj_in.bias": 0}, "a bucket is dict; .*its .items()"),
+        (torch.nn.Linear(1, 1), "a bucket is Linear; .*state_dict"),
+    ],
+)
+def test_what_is_no_bucket_is_refused_and_its_pairs_are_taken(bucket, way):
+    for method, others in (("push", ()), ("push_shards", ()), ("load_into", ({},))):
+        with pytest.raises(UnsupportedTensorError, match=way):
+            list(getattr(WeightSync(TINY), method)(bucket, *others))
+    values = state()
+    sync = WeightSync(TINY)
+    assert len(list(sync.push(values.items()))) == len(sync.finish())
 
 
 def test_a_half_sent_fused_tensor_is_named_even_in_a_partial_sync():

@@ -399,7 +399,7 @@ def test_already_converted_and_unsound_sources_are_refused(tmp_path):
         through(tmp_path, quantised(), Layout.MODULE, Layout.MODULE)
     values = quantised()
     del values["blocks.1.norm1.weight"]
-    refused(tmp_path, values, "1 tensors are absent")
+    refused(tmp_path, values, "1 tensor is absent")
 
 
 # --- naming ----------------------------------------------------------------------------------------------
@@ -449,7 +449,7 @@ def test_stacked_output_heads_are_a_problem_of_shape():
     values = full()
     values["final_layer.video_out.weight"] = random(np.random.default_rng(0), "F32", (64, TINY.hidden_size))
     _, text = problems_of(values)
-    assert "final_layer.video_out.weight is [64, 48]; expected [16, 48]" in text
+    assert "final_layer.video_out.weight has shape [64, 48]; expected [16, 48]" in text
 
 
 def test_partition_comes_from_a_name_or_is_not_stated(tmp_path):
@@ -547,7 +547,7 @@ def test_conv_folded_to_two_dimensions_is_a_shape_problem_not_reshaped():
     assert f"{name} has shape [{rows}, {columns // 4}, 2, 2]; expected 2 dimensions, never reshaped" in text
     seen = {n: (v.shape, v.dtype) for n, v in values.items()}
     (problem,) = classify(seen, {}, TINY.to_json(native=True)).problems
-    assert problem == f"{name} is [{rows}, {columns // 4}, 2, 2]; expected [{rows}, {columns}]"
+    assert problem == f"{name} has shape [{rows}, {columns // 4}, 2, 2]; expected [{rows}, {columns}]"
 
 
 def test_every_attached_ending_is_known_to_the_refusal_of_plain_conversion():

@@ -80,12 +80,23 @@ def convert_state_dict(
     out: tensors of the target layout to copy every value into, instead of making new ones (a loaded model,
     or the result of an earlier call: fresh memory costs several times the copy in page faults).
     """
+    _require_mapping(state_dict, WHERE)
     seen = _seen(state_dict)
     refuse_variants(seen, WHERE)
     check(seen, mapping.config, mapping.source, WHERE)
     if out is not None:
+        _require_mapping(out, "out")
         check(_seen(out), mapping.config, mapping.target, "out")
     return _mapped(state_dict, mapping.targets, mapping.checks, out)
+
+
+def _require_mapping(given: Any, where: str) -> None:
+    """A mapping, or a lazy one that has a mapping's keys and items; a module has neither, or more besides."""
+    if hasattr(given, "state_dict") or not (hasattr(given, "keys") and hasattr(given, "__getitem__")):
+        raise UnsupportedTensorError(
+            f"{where}: a {type(given).__name__}; expected a mapping of names to tensors: pass "
+            f"{'its state_dict()' if hasattr(given, 'state_dict') else 'a state dict'}"
+        )
 
 
 def _native(layout: Layout | str) -> Layout:
@@ -95,8 +106,11 @@ def _native(layout: Layout | str) -> Layout:
     return chosen
 
 
-def _plan(names: Iterable[str], source: Layout, target: Layout, config: Config) -> Plan:
-    names = set(names)
+def _plan(state_dict: Mapping[str, Array], source: Layout, target: Layout, config: Config) -> Plan:
+    _require_mapping(state_dict, WHERE)
+    names = set(state_dict.keys())
+    if odd := [name for name in names if not isinstance(name, str)]:
+        raise UnsupportedTensorError(f"{WHERE}: key {odd[0]!r} is no name; expected names of tensors")
     refuse_variants(dict.fromkeys(names, ((), "F32")), WHERE)
     if names_layout(names, WHERE).native is not source.native:
         kind = "native" if target.native else "Diffusers"

@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from h3_mapper.check import Seen, names_layout
+from h3_mapper.check import Seen, more_like, names_layout, unlike
 from h3_mapper.config import H3Config
-from h3_mapper.errors import MapperError, QuantisedVariantError, listed
+from h3_mapper.errors import MapperError, QuantisedVariantError, counted, listed
 from h3_mapper.infer import infer_config
 from h3_mapper.spec import Layout
 from h3_mapper.variants import (
     ATTACHED,
     MARKERS,
-    OTHER_NAMES,
     PACKED,
     ROW_FORMATS,
     VARIANTS,
@@ -28,6 +27,7 @@ from h3_mapper.variants import (
     Variant,
     VariantRule,
     expected_specs,
+    named,
 )
 from h3_mapper.wrappers import unwrap
 
@@ -50,7 +50,7 @@ def classify(seen: Seen, blobs: Mapping[str, bytes], config: Mapping[str, Any] |
         native = names_layout({name for name in base if name not in own}).native
     except MapperError as error:
         native = False
-        problems.append(_named(seen) or str(error))
+        problems.append(named(seen) or str(error))
         rule = None
     quantised = _quantised(base, attached, {unwrap(n).name: data for n, data in blobs.items()}, problems)
     found = _config(rule, base, config, native, problems) if rule else None
@@ -70,10 +70,6 @@ def _apart(
     }
     base = {name: value for name, value in bare.items() if name not in attached and name not in MARKERS}
     return attached, base
-
-
-def _named(seen: Seen) -> str:
-    return next((what for mark, what in OTHER_NAMES.items() if any(mark in name for name in seen)), "")
 
 
 def _rule(base: Seen, problems: list[str]) -> VariantRule | None:
@@ -201,19 +197,24 @@ def _check(
     expected = expected_specs(rule, config, Layout.MODULE if native else Layout.DIFFUSERS)
     optional = {"rope.inv_freq"}
     if missing := expected.keys() - base.keys() - optional:
-        problems.append(f"{len(missing)} tensors are absent: {listed(missing, 3)}")
+        problems.append(f"{counted(missing, 'tensor is', 'tensors are')} absent: {listed(missing)}")
     if extra := base.keys() - expected.keys():
-        problems.append(f"{len(extra)} tensors are not {rule.name}'s: {listed(extra, 3)}")
+        problems.append(f"no place for {listed(extra)}; {rule.name} H3 of these sizes has no such tensors")
+    dtypes: dict[str, tuple[str, str]] = {}
     for name in sorted(base.keys() & expected.keys()):
         shape, dtype = base[name]
         wanted, precision = expected[name]
         whole = name.removesuffix(".weight") not in quantised
         if wanted is not None and shape != wanted:
-            problems.append(f"{name} is {list(shape)}; expected {list(wanted)}")
+            problems.append(f"{name} has shape {list(shape)}; expected {list(wanted)}")
         elif whole and dtype != precision:
-            problems.append(f"{name} is {dtype}; {rule.name} H3 keeps it in {precision}")
+            dtypes[name] = dtype, precision
         elif not whole and precision == "F32":
             problems.append(f"{name} is quantised to {dtype}; {rule.name} H3 keeps it in F32")
+    problems += [
+        f"{names[0]} is {dtype}{more_like(names)}; {rule.name} H3 keeps {'them' if names[1:] else 'it'} in {precision}"
+        for (dtype, precision), names in unlike(dtypes)
+    ]
     for module, blob in quantised.items():
         width = base[f"{module}.weight"][0][-1] if f"{module}.weight" in base else 0
         if blob.get("convrot") and width % blob["convrot_groupsize"]:

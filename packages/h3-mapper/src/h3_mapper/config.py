@@ -33,6 +33,9 @@ DERIVED_NATIVE_KEYS = {"adaln_out_features": "adaln_dim", "final_adaln_out_featu
 _MOST = {"num_layers": 4096, "num_refiner_layers": 4096, "num_attention_heads": 4096, "rope_freq_dim": 4096}
 """Bounds on what plans iterate over, so a hostile config.json cannot exhaust memory."""
 
+_ANY = 2**31 - 1
+"""Bound on every other size."""
+
 
 @dataclass(frozen=True, slots=True)
 class H3Config:
@@ -79,31 +82,50 @@ class H3Config:
         """Rows of the final AdaLN: shift and scale (10752)."""
         return 2 * self.hidden_size
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a value no model has: a size that is no positive integer, a theta not above 1."""
+        for field in fields(self):
+            if field.name != "vsa_gates":
+                object.__setattr__(
+                    self, field.name, _typed(field.name, getattr(self, field.name), "H3Config")
+                )
+        if not isinstance(self.vsa_gates, bool):
+            raise ConfigError(f"H3Config: vsa_gates is {self.vsa_gates!r}; expected True or False")
+
     def with_gates(self, gates: bool) -> H3Config:
         """The same dimensions with or without VSA gates."""
         return replace(self, vsa_gates=gates)
 
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> H3Config:
+    def from_mapping(cls, mapping: Mapping[str, Any], where: str = "config.json") -> H3Config:
         """Read a config.json object in Diffusers or native spelling; absent keys keep the release's value.
 
-        Raises ConfigError for a value of the wrong type, both spellings at odds, another model's class, or
-        AdaLN widths that contradict hidden_size.
+        where: what messages call it. Raises ConfigError for a value of the wrong type, both spellings at odds, another
+        model's class, or AdaLN widths that contradict hidden_size.
         """
-        _refuse_other_model(mapping)
+        if not isinstance(mapping, Mapping):
+            raise ConfigError(
+                f"the configuration is {_kind(mapping)}; expected an H3Config or config.json's object (a mapping)"
+            )
+        refuse_other_model(mapping, where)
+        if not _own_keys() - {"_class_name"} & mapping.keys():
+            raise ConfigError(
+                f"{where}: names none of H3's dimensions; expected keys such as "
+                f"{listed(['num_layers', 'hidden_size', 'num_attention_heads'])}"
+            )
         values: dict[str, Any] = {}
         for field in fields(cls):
             if field.name == "vsa_gates":
                 continue
-            value = _spelled(mapping, field.name)
+            value = _spelled(mapping, field.name, where)
             if value is not None:
-                values[field.name] = _typed(field.name, value)
+                values[field.name] = _typed(field.name, value, where)
         config = cls(**values)
         for key, attribute in DERIVED_NATIVE_KEYS.items():
             expected = getattr(config, attribute)
             if key in mapping and mapping[key] != expected:
                 raise ConfigError(
-                    f"config.json: {key} is {mapping[key]!r}, but hidden_size {config.hidden_size} gives "
+                    f"{where}: {key} is {mapping[key]!r}, but hidden_size {config.hidden_size} gives "
                     f"{expected}; this is not the full H3 model"
                 )
         return config
@@ -142,42 +164,47 @@ def _own_keys() -> frozenset[str]:
     return frozenset(names | set(NATIVE_KEYS.values()) | set(DERIVED_NATIVE_KEYS) | {"_class_name"})
 
 
-def _refuse_other_model(mapping: Mapping[str, Any]) -> None:
+def refuse_other_model(mapping: Mapping[str, Any], where: str = "config.json") -> None:
+    """Raise ConfigError if a config.json object names another model's class or type."""
     for key in ("_class_name", "model_type"):
         value = mapping.get(key)
         if value is not None and "minimaxh3" not in str(value).lower().replace("_", "").replace("-", ""):
             raise ConfigError(
-                f"config.json: {key} is {value!r}; expected a MiniMax-H3 transformer ({DIFFUSERS_CLASS})"
+                f"{where}: {key} is {value!r}; expected a MiniMax-H3 transformer ({DIFFUSERS_CLASS}): point at its "
+                "folder, not at a text encoder's, a VAE's or another model's"
             )
-    if not _own_keys() - {"_class_name"} & mapping.keys():
-        raise ConfigError(
-            f"config.json names none of H3's dimensions; expected keys such as "
-            f"{listed(['num_layers', 'hidden_size', 'num_attention_heads'])}"
-        )
 
 
-def _spelled(mapping: Mapping[str, Any], name: str) -> Any:
+def _spelled(mapping: Mapping[str, Any], name: str, where: str) -> Any:
     found = {key: mapping[key] for key in (name, NATIVE_KEYS.get(name, name)) if key in mapping}
     values = list(found.values())
     if len(values) == 2 and values[0] != values[1]:
-        raise ConfigError(f"config.json: {listed(found)} say the same dimension and differ: {values}")
+        raise ConfigError(
+            f"{where}: {listed(found)} say the same dimension and differ: {values}; keep the one that the weights have"
+        )
     return values[0] if values else None
 
 
-def _typed(name: str, value: Any) -> Any:
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}"
+
+
+def _typed(name: str, value: Any, where: str) -> Any:
     if name == "patch_size":
         if isinstance(value, list | tuple) and len(value) == 3 and all(_positive(v) for v in value):
             return tuple(value)
-        raise ConfigError(f"config.json: patch_size is {value!r}; expected three positive integers")
+        raise ConfigError(f"{where}: patch_size is {value!r}; expected three positive integers")
     if name == "rope_theta":
         if isinstance(value, int | float) and not isinstance(value, bool) and 1 < value < math.inf:
             return float(value)
-        raise ConfigError(f"config.json: rope_theta is {value!r}; expected a number above 1")
+        raise ConfigError(f"{where}: rope_theta is {value!r}; expected a number above 1")
     if not _positive(value) or value > _MOST.get(name, value):
-        raise ConfigError(f"config.json: {name} is {value!r}; expected a positive integer of sane size")
+        raise ConfigError(
+            f"{where}: {name} is {value!r}; expected a positive integer up to {_MOST.get(name, _ANY):,}"
+        )
     return value
 
 
 def _positive(value: Any) -> bool:
     """A positive integer small enough that no product of dimensions is absurd."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= _ANY

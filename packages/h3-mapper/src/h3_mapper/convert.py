@@ -107,7 +107,7 @@ def convert(
 
 def _task(name: str, found: Identified, to: Layout, max_shard_size: int) -> _Task:
     if found.layout is to:
-        raise AlreadyConvertedError(f"{found.component.path}: is in layout {to} already; nothing to convert")
+        raise AlreadyConvertedError(f"{found.component.given}: is in layout {to} already; nothing to convert")
     mapping = plan(found.config, found.layout, to)
     stem = NATIVE_STEM if to.native else DIFFUSERS_STEM
     return _Task(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import NoReturn, Protocol
+
+from h3_mapper.errors import MapperError
 
 
 class Hasher(Protocol):
@@ -35,6 +37,10 @@ class Digest(StrEnum):
     """blake3, 256 bits: cryptographic; 4 GiB/s a core."""
     NONE = "none"
     """No digests and no manifest."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise MapperError(f"{value!r} is not a digest; expected {', '.join(cls)}")
 
     def hasher(self) -> Hasher:
         """A fresh hash state."""

@@ -5,7 +5,8 @@ A message is one line: what is wrong, where (tensor, shard, module), what was ex
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class MapperError(ValueError):
@@ -172,3 +173,19 @@ def listed(names: Iterable[str], limit: int = 6) -> str:
     ordered = [name if name.isprintable() else ascii(name) for name in sorted(names)]
     more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
     return ", ".join(ordered[:limit]) + more
+
+
+def counted(names: Collection[str], one: str, several: str) -> str:
+    """How many names, and the word or words that follow the number: `1 tensor is`, `3 tensors are`."""
+    return f"{len(names)} {one if len(names) == 1 else several}"
+
+
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Put a path before the message of a MapperError raised inside, by code that knows tensors and no files."""
+    try:
+        yield
+    except MapperError as error:
+        if not error.args[0].startswith(f"{path}: "):
+            error.args = (f"{path}: {error.args[0]}", *error.args[1:])
+        raise

@@ -34,13 +34,14 @@ def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
         return _inspect_gguf(args.path)
     found = inspect(args.path, args.stated)
     judged = {name: judge(part, name, args.stated) for name, part in open_source(args.path).items()}
-    described = {name: describe(each) for name, each in judged.items()}
+    refusals = {item.name: None if judged[item.name].sound else item.problem for item in found}
+    described = {name: describe(each, refusals[name]) for name, each in judged.items()}
     lines, layouts = [], {}
     for item in found:
         variant_only = bool(item.problem) and judged[item.name].sound
         layouts[item.name] = str(judged[item.name].layout or UNSTATED) if variant_only else item.layout
         lines += [
-            f"{item.path}",
+            f"{item.given}",
             f"  layout    {layouts[item.name]}",
             f"  tensors   {item.tensors} in {len(item.files)} files, {item.nbytes:,} bytes, {_counts(item.dtypes)}",
         ]
@@ -56,8 +57,6 @@ def run_inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:
                 "  config    " + ", ".join(f"{key} {item.config[key]}" for key in (*dims, "ffn_dim"))
             )
         lines += described[item.name][0]
-        if item.problem and not judged[item.name].sound:
-            lines.append(f"  problem   {item.problem}")
         if variant_only:
             lines.append("  convert   with --variant")
     sound = all(not item.problem or judged[item.name].sound for item in found)
@@ -80,20 +79,11 @@ def run_plan(args: argparse.Namespace, progress: Progress | None) -> Outcome:
     """`plan`: the explanation, or with --json every block."""
     from h3_mapper.explain import explain, plan_json
     from h3_mapper.plan import plan
+    from h3_mapper.source import config_file
 
-    mapping = plan(_config_file(args.config), args.stated, args.to)
+    config = H3Config() if args.config is None else config_file(args.config)
+    mapping = plan(config, args.stated, args.to)
     return Outcome(explain(mapping), plan_json(mapping))
-
-
-def _config_file(path: Path | None) -> H3Config:
-    from h3_mapper.source import read_json
-
-    if path is None:
-        return H3Config()
-    parsed = read_json(path)
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return H3Config.from_mapping(parsed)
 
 
 def run_convert(args: argparse.Namespace, progress: Progress | None) -> Outcome:

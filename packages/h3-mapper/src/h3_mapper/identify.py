@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from h3_mapper.check import Seen, check, check_derived, layout_of
-from h3_mapper.config import H3Config
-from h3_mapper.errors import ConfigError, MixedLayoutsError, ShapeError
+from h3_mapper.check import Origin, Seen, check, check_derived, layout_of
+from h3_mapper.config import H3Config, refuse_other_model
+from h3_mapper.errors import MixedLayoutsError, ShapeError
 from h3_mapper.infer import infer_config
 from h3_mapper.pieces import opened
 from h3_mapper.plan import derived
 from h3_mapper.source import LAYOUT_KEY, Component, open_source
 from h3_mapper.spec import Layout
+from h3_mapper.variants import ADAPTER, named
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +32,35 @@ def seen(component: Component) -> Seen:
 
 def configuration(component: Component, layout: Layout) -> H3Config:
     """From config.json, or from shapes where there is none; gates as the names say."""
-    tensors, where = seen(component), str(component.path)
+    tensors = seen(component)
     if component.config is not None:
-        try:
-            config = H3Config.from_mapping(component.config)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from None
+        config = H3Config.from_mapping(component.config, config_path(component))
     else:
-        config = infer_config(tensors, layout, where)
+        config = infer_config(tensors, layout, str(component.given))
     return config.with_gates(any(name.endswith("to_gate_compress.weight") for name in tensors))
+
+
+def config_path(component: Component) -> str:
+    """The component's config.json, for messages."""
+    return str(component.path / "config.json")
 
 
 def identified(component: Component, stated: Layout | None = None) -> Identified:
     """Layout, configuration and every check. Raises the MapperError kind that says what is wrong."""
-    tensors, where = seen(component), str(component.path)
+    tensors, where = seen(component), str(component.given)
+    if component.config is not None and named(tensors) != ADAPTER:
+        refuse_other_model(component.config, config_path(component))
     if shards := [header for header in component.headers if "h3.tp" in header.metadata]:
         part = f"rank {shards[0].metadata.get('h3.rank')} of tp {shards[0].metadata['h3.tp']}"
         raise ShapeError(f"{where}: is {part} of a checkpoint; convert and verify the whole one")
     if component.declared and not all(LAYOUT_KEY in header.metadata for header in component.headers):
         raise MixedLayoutsError(
-            f"{where}: some shards declare a layout and some do not; they are not one checkpoint"
+            f"{where}: some shards declare a layout and some do not; they are not one checkpoint: copy them again, "
+            "together"
         )
     layout = layout_of(tensors, component.declared, stated, where)
     config = configuration(component, layout)
-    check(tensors, config, layout, where)
+    check(tensors, config, layout, where, Origin.SHAPES if component.config is None else Origin.FILE)
     with opened(component) as files:
         for name, expected in derived(config, layout).items():
             if name in tensors:

@@ -18,10 +18,14 @@ UNSTATED = "native (release or module: not stated)"
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """One component. layout: its name, or `native (release or module: not stated)`; problem: None if sound."""
+    """One component. path: its folder; given: the folder or the one file pointed at.
+
+    layout: its name, or `native (release or module: not stated)`; problem: None if sound.
+    """
 
     name: str
     path: Path
+    given: Path
     layout: str
     files: tuple[str, ...]
     tensors: int
@@ -33,7 +37,7 @@ class Inspected:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of `inspect --json`."""
-        return asdict(self) | {"path": str(self.path)}
+        return asdict(self) | {"path": str(self.path), "given": str(self.given)}
 
 
 def inspect(path: Path, stated: Layout | None = None) -> tuple[Inspected, ...]:
@@ -59,6 +63,7 @@ def _inspected(name: str, component: Component, stated: Layout | None) -> Inspec
     return Inspected(
         name,
         component.path,
+        component.given,
         layout,
         tuple(header.path.name for header in component.headers),
         len(component.tensors),

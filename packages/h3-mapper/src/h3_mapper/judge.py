@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from h3_mapper.check import Seen
+from h3_mapper.check import Seen, misstated
 from h3_mapper.classify import classify
-from h3_mapper.errors import DuplicateTensorError, LayoutMismatchError, MixedLayoutsError, listed
+from h3_mapper.errors import DuplicateTensorError, MixedLayoutsError, listed
 from h3_mapper.identify import seen
 from h3_mapper.pieces import opened
 from h3_mapper.source import Component
@@ -51,7 +51,7 @@ def judge(component: Component, folder: str = "", stated: Layout | None = None) 
         bare = unwrap(name).name
         if bare in names:
             raise DuplicateTensorError(
-                f"{component.path}: {name} and {names[bare]} are one tensor under two prefixes"
+                f"{component.given}: {name} and {names[bare]} are one tensor under two prefixes"
             )
         names[bare] = name
     with opened(component) as files:
@@ -59,28 +59,26 @@ def judge(component: Component, folder: str = "", stated: Layout | None = None) 
     variant = classify(stored, blobs, component.config)
     declared = {Layout(text) for text in component.declared if text in set(Layout)}
     if len(declared) > 1:
-        raise MixedLayoutsError(f"{component.path}: files declare different layouts: {listed(declared)}")
+        raise MixedLayoutsError(f"{component.given}: files declare different layouts: {listed(declared)}")
     layout = next(iter(declared), stated)
     if stated and layout is not stated:
-        raise LayoutMismatchError(
-            f"{component.path}: its metadata says {layout} but the caller says {stated}"
-        )
+        raise misstated(str(component.given), layout, stated)
     if not variant.native:
         layout = Layout.DIFFUSERS
     return Judged(component, variant, names, layout, _partition(component, folder))
 
 
-def describe(found: Judged) -> tuple[list[str], dict[str, Any]]:
-    """(lines for people, JSON object) about a judged component."""
-    variant = found.variant
+def describe(found: Judged, refusal: str | None = None) -> tuple[list[str], dict[str, Any]]:
+    """(lines for people, JSON object) about a judged component. refusal: why `convert` refuses it, if it does."""
+    variant, problems = found.variant, _problems(found.variant.problems, refusal)
     counts = ", ".join(f"{count} {dtype}" for dtype, count in sorted(variant.precision.items()))
     lines = [
         f"  variant   {variant.name}{'' if variant.rule is None else ': ' + variant.rule.what}",
         f"  partition {found.partition}",
         f"  precision {counts}; {'as the variant has it' if found.sound else 'not as a known variant has it'}",
         *([f"  quantised {len(variant.quantised)} layers"] if variant.quantised else []),
-        *(f"  problem   {problem}" for problem in variant.problems[:SHOWN]),
-        *([f"  problem   and {len(variant.problems) - SHOWN} more"] if len(variant.problems) > SHOWN else []),
+        *(f"  problem   {problem}" for problem in problems[:SHOWN]),
+        *([f"  problem   and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []),
     ]
     data = {
         "variant": variant.name,
@@ -92,6 +90,14 @@ def describe(found: Judged) -> tuple[list[str], dict[str, Any]]:
         "problems": list(variant.problems),
     }
     return lines, data
+
+
+def _problems(problems: Sequence[str], refusal: str | None) -> list[str]:
+    """The refusal, then the problems that it does not say: both judge the same tensors, each in its own words."""
+    if refusal is None:
+        return list(problems)
+    heads = {problem: problem.removeprefix("checkpoint: ").partition(";")[0] for problem in problems}
+    return [refusal, *(problem for problem, head in heads.items() if head not in refusal)]
 
 
 def _partition(component: Component, folder: str) -> str:

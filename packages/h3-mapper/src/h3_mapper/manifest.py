@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from h3_mapper.digest import Digest
 from h3_mapper.errors import FileFormatError
@@ -19,6 +21,8 @@ from h3_mapper.stream import Job, Progress, run
 
 MANIFEST_NAME = "h3-manifest.json"
 FORMAT = "h3-manifest-v1"
+EXPECTED = f"expected the {MANIFEST_NAME} that convert writes, or what `h3-mapper manifest PATH` prints"
+_Word = TypeVar("_Word", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +94,51 @@ def digests_of(
 def read_manifest(path: Path) -> Manifest:
     """Read a manifest file strictly. Raises FileFormatError."""
     parsed = read_json(path)
-    try:
-        if parsed["format"] != FORMAT:
-            raise FileFormatError(f"{path}: format {parsed['format']!r}; expected {FORMAT!r}")
-        lines = {str(name): _line(line) for name, line in parsed["atoms"].items()}
-        return Manifest(Layout(parsed["layout"]), Digest(parsed["algorithm"]), lines)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, FileFormatError):
-            raise
-        raise FileFormatError(f"{path}: not an h3 manifest: {error}") from error
+    if not isinstance(parsed, dict):
+        raise FileFormatError(f"{path}: not a JSON object; {EXPECTED}")
+    if "components" in parsed and "format" not in parsed:
+        raise FileFormatError(
+            f"{path}: manifests of several transformers; save one of them as a file of its own"
+        )
+    _word(parsed, "format", _Format, path)
+    layout, algorithm = _word(parsed, "layout", Layout, path), _word(parsed, "algorithm", Digest, path)
+    if algorithm is Digest.NONE:
+        raise FileFormatError(f"{path}: 'algorithm' is none, which compares nothing; {EXPECTED}")
+    lines = parsed.get("atoms")
+    if not isinstance(lines, dict) or not lines:
+        raise FileFormatError(
+            f"{path}: 'atoms' is {'absent' if lines is None else 'no object of atoms'}; {EXPECTED}"
+        )
+    return Manifest(
+        layout, algorithm, {name: _line(name, line, algorithm, path) for name, line in lines.items()}
+    )
 
 
-def _line(line: Any) -> AtomDigest:
-    shape, dtype, digest = line["shape"], line["dtype"], line["digest"]
-    if (
-        not all(isinstance(size, int) for size in shape)
-        or not isinstance(dtype, str)
-        or not isinstance(digest, str)
-    ):
-        raise TypeError(f"malformed atom {line!r}")
+class _Format(StrEnum):
+    """The formats that are read."""
+
+    V1 = FORMAT
+
+
+def _word(parsed: Mapping[str, Any], key: str, kind: type[_Word], path: Path) -> _Word:
+    """One of the words a manifest may have under a key."""
+    if key not in parsed:
+        raise FileFormatError(f"{path}: {key!r} is absent; {EXPECTED}")
+    if parsed[key] not in list(kind):
+        raise FileFormatError(f"{path}: {key!r} is {parsed[key]!r}, not one of {', '.join(kind)}; {EXPECTED}")
+    return kind(parsed[key])
+
+
+def _line(name: str, line: Any, algorithm: Digest, path: Path) -> AtomDigest:
+    held = line if isinstance(line, dict) else {}
+    shape, dtype, digest = held.get("shape"), held.get("dtype"), held.get("digest")
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise FileFormatError(f"{path}: atom {name!r}: shape is {shape!r}; {EXPECTED}")
+    if not isinstance(dtype, str):
+        raise FileFormatError(f"{path}: atom {name!r}: dtype is {dtype!r}; {EXPECTED}")
+    digits = len(algorithm.hasher().hexdigest())
+    if not isinstance(digest, str) or not re.fullmatch(rf"[0-9a-f]{{{digits}}}", digest):
+        raise FileFormatError(
+            f"{path}: atom {name!r}: digest is {digest!r}, not {digits} hexadecimal digits of {algorithm}; {EXPECTED}"
+        )
     return AtomDigest(tuple(shape), dtype, digest)

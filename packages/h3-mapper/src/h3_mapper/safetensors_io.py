@@ -36,6 +36,24 @@ DTYPE_BITS: Mapping[str, int] = {
 }
 """Every dtype of the format, in the order of its enum: the library writes tensors by descending dtype, then name."""
 
+AGAIN = "copy or download the file again"
+"""What to do about a file that is not what its writer wrote."""
+
+_STRANGERS: tuple[tuple[bytes, str], ...] = (
+    (b"GGUF", "a GGUF file; h3-mapper reads safetensors"),
+    (b"version ", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
+    (b"<", f"a web page (HTML or XML), not the file itself: the server answered with a page; {AGAIN}"),
+    (b"{", f"JSON text, not the file itself: an error message, an index or a config.json; {AGAIN}"),
+    (b"PK\x03\x04", "a zip archive, as torch.save writes; pickles are not opened: save it as safetensors"),
+    (b"\x80\x02", "a pickle, as torch.save writes; pickles are not opened: save it as safetensors"),
+    (b"\x1f\x8b", "gzip-compressed; unpack it first"),
+    (b"\x93NUMPY", "a numpy file; save it as safetensors"),
+    (b"\x89HDF", "an HDF5 file; save it as safetensors"),
+    (bytes(8), f"zeros at its start: an unfinished download or copy; {AGAIN}"),
+)
+"""First bytes of what people store under a .safetensors name -> what it is. Compared only where there is no header, and
+one character only with text after it: a real file starts with a small little-endian number, mostly zero bytes."""
+
 _DTYPE_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
 
 
@@ -83,23 +101,36 @@ def read_header(path: Path) -> Header:
 
 def _header_text(file: BinaryIO, size: int, path: Path) -> bytes:
     prefix = file.read(8)
-    if prefix[:4] == b"GGUF":
-        raise FileFormatError(f"{path}: this is a GGUF file; h3-mapper reads safetensors")
-    if prefix == b"version ":
-        raise FileFormatError(f"{path}: a Git LFS pointer, not the file itself; fetch it with git lfs pull")
-    if len(prefix) < 8:
-        raise TruncatedFileError(f"{path}: {size} bytes is too short for a safetensors file")
     length = int.from_bytes(prefix, "little")
+    text = file.read(length) if len(prefix) == 8 and length <= MAX_HEADER else b""
+    if not text.startswith(b"{"):
+        _refuse_stranger(prefix, path)
+    if len(prefix) < 8:
+        raise TruncatedFileError(f"{path}: {size} bytes is too short for a safetensors file; {AGAIN}")
     if length > MAX_HEADER:
         raise HugeHeaderError(
-            f"{path}: header length {length} is over {MAX_HEADER}; not a safetensors file of H3"
+            f"{path}: header length {length} is over {MAX_HEADER}; not a safetensors file of H3; {AGAIN}"
         )
-    text = file.read(length)
     if len(text) < length:
-        raise TruncatedFileError(f"{path}: the header says {length} bytes and the file has {len(text)} left")
+        raise TruncatedFileError(
+            f"{path}: the header says {length} bytes and the file has {len(text)} left; {AGAIN}"
+        )
     if not text.startswith(b"{"):
-        raise FileFormatError(f"{path}: the header does not start with '{{'; not a safetensors file")
+        raise FileFormatError(f"{path}: the header does not start with '{{'; not a safetensors file; {AGAIN}")
     return text
+
+
+def _refuse_stranger(prefix: bytes, path: Path) -> None:
+    """Name a file that is something else, by its first bytes; leading white space of text does not count."""
+    start = prefix.lstrip() or prefix
+    for magic, what in _STRANGERS:
+        if start.startswith(magic) and (len(magic) > 1 or 0 not in prefix):
+            raise FileFormatError(f"{path}: is {what}")
+    if len(prefix) == 8 and prefix.isascii() and prefix.decode().isprintable():
+        raise FileFormatError(
+            f"{path}: starts with the text {prefix.decode()!r}; not a safetensors file but perhaps a server's message; "
+            f"{AGAIN}"
+        )
 
 
 def parse_json(text: bytes, path: Path) -> Any:
@@ -121,7 +152,7 @@ def parse_json(text: bytes, path: Path) -> Any:
     except (FileFormatError, DuplicateKeyError):
         raise
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise FileFormatError(f"{path}: malformed JSON: {error}") from error
+        raise FileFormatError(f"{path}: malformed JSON: {error}; write it or download it again") from error
 
 
 def _entry(name: str, value: Any, path: Path) -> Entry:
@@ -153,17 +184,24 @@ def _check_tiling(entries: Iterable[Entry], available: int, path: Path) -> None:
     for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
         if entry.begin > reached:
             raise GapError(
-                f"{path}: bytes {reached}:{entry.begin} between {last} and {entry.name!r} are no tensor's"
+                f"{path}: bytes {reached}:{entry.begin} between {last} and {entry.name!r} are no tensor's; "
+                "save it again with the safetensors library"
             )
         if entry.begin < reached:
-            raise OverlapError(f"{path}: {last} and {entry.name!r} overlap at byte {entry.begin}")
+            raise OverlapError(
+                f"{path}: {last} and {entry.name!r} overlap at byte {entry.begin}; save it again with the safetensors "
+                "library"
+            )
         reached, last = entry.end, repr(entry.name)
     if available < reached:
         raise TruncatedFileError(
-            f"{path}: tensors need {reached} bytes of data and the file has {available}; copy or download it again"
+            f"{path}: tensors need {reached} bytes of data and the file has {available}; {AGAIN}"
         )
     if available > reached:
-        raise TrailingBytesError(f"{path}: {available - reached} bytes follow the last tensor")
+        raise TrailingBytesError(
+            f"{path}: {available - reached} bytes follow the last tensor; {AGAIN} (some tools ignore such bytes, the "
+            "safetensors library refuses them)"
+        )
 
 
 def file_order(dtype: str, name: str) -> tuple[int, str]:

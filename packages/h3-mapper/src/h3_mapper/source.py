@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from h3_mapper.config import H3Config
 from h3_mapper.errors import (
     ConfigError,
     DuplicateTensorError,
@@ -23,7 +24,7 @@ from h3_mapper.errors import (
     UnsafePathError,
     listed,
 )
-from h3_mapper.safetensors_io import Entry, Header, parse_json, read_header
+from h3_mapper.safetensors_io import AGAIN, Entry, Header, parse_json, read_header
 from h3_mapper.stream import CHUNK
 
 PARTITIONS = {
@@ -42,9 +43,13 @@ LAYOUT_KEY = "h3.layout"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One transformer on disk. `config` is None when there is no config.json."""
+    """One transformer on disk. path: its folder. given: what messages name, the folder or the one file pointed at.
+
+    config: None when there is no config.json.
+    """
 
     path: Path
+    given: Path
     headers: tuple[Header, ...]
     config: Mapping[str, Any] | None
     tensors: Mapping[str, tuple[Header, Entry]] = field(repr=False)
@@ -77,7 +82,8 @@ def open_source(path: Path) -> dict[str, Component]:
     Raises SourceError or FileFormatError and their narrower kinds; nothing but headers is read.
     """
     if path.is_file():
-        return {"": _component(path.parent, _shards_of_file(path))}
+        shards = _shards_of_file(path)
+        return {"": _component(path.parent, shards, path if shards.names == (path.name,) else path.parent)}
     if not path.is_dir():
         raise SourceError(f"{path}: no such file or folder")
     found = [name for name in PARTITIONS if (path / name).is_dir() and _has_weights(path / name)]
@@ -153,7 +159,8 @@ def _family(folder: Path, names: list[str]) -> tuple[str, ...]:
     expected = {f"{stem}-{number:05d}-of-{count}.safetensors" for number in range(1, int(count) + 1)}
     if expected != set(names):
         raise MissingShardError(
-            f"{folder}: no index and not all of {count} shards: absent or misnumbered {listed(expected ^ set(names))}"
+            f"{folder}: no index and not all of {count} shards: absent or misnumbered {listed(expected ^ set(names))}; "
+            "put them into the folder"
         )
     return tuple(names)
 
@@ -163,7 +170,10 @@ def _indexed(index: Path) -> _Shards:
     parsed = read_json(index)
     weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise IndexFileError(f"{index}: weight_map must be an object of tensor name -> shard file")
+        raise IndexFileError(
+            f"{index}: weight_map must be an object of tensor name -> shard file; {AGAIN}, or remove it if the folder "
+            "holds one whole set of shards"
+        )
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str) or not shard:
             raise IndexFileError(f"{index}: weight_map[{tensor!r}] is {shard!r}, not a file name")
@@ -174,11 +184,21 @@ def _indexed(index: Path) -> _Shards:
     names = tuple(sorted(set(weight_map.values())))
     absent = [name for name in names if not (index.parent / name).is_file()]
     if absent:
-        raise MissingShardError(f"{index}: shards are absent: {listed(absent)}")
+        raise MissingShardError(
+            f"{index}: {len(absent)} of {len(names)} shards are absent: {listed(absent)}; "
+            f"{_fetch(index.parent, absent)}"
+        )
     return _Shards(names, weight_map)
 
 
-def _component(folder: Path, shards: _Shards) -> Component:
+def _fetch(folder: Path, absent: list[str]) -> str:
+    """What to do about shards that are not there: in a hub cache they may be links to blobs never fetched."""
+    if any((folder / name).is_symlink() for name in absent):
+        return "they are links to files that are not there: download the snapshot again"
+    return f"put them into {folder}"
+
+
+def _component(folder: Path, shards: _Shards, given: Path | None = None) -> Component:
     headers = tuple(read_header(folder / name) for name in shards.names)
     tensors: dict[str, tuple[Header, Entry]] = {}
     for header in headers:
@@ -190,7 +210,7 @@ def _component(folder: Path, shards: _Shards) -> Component:
             tensors[name] = (header, entry)
     if shards.weight_map is not None:
         _check_index(folder, shards.weight_map, tensors)
-    return Component(folder, headers, _read_config(folder), tensors)
+    return Component(folder, given or folder, headers, _read_config(folder), tensors)
 
 
 def _check_index(
@@ -199,9 +219,15 @@ def _check_index(
     held = {name: header.path.name for name, (header, _) in tensors.items()}
     differing = {name for name, shard in weight_map.items() if held.get(name) != shard}
     if differing:
-        raise StrayTensorError(f"{folder}: not in the shard the index names: {listed(differing)}")
+        raise StrayTensorError(
+            f"{folder}: not in the shard the index names: {listed(differing)}; index and shards are not of one "
+            "checkpoint: copy them again, together"
+        )
     if stray := held.keys() - weight_map.keys():
-        raise StrayTensorError(f"{folder}: in a shard and not in the index: {listed(stray)}")
+        raise StrayTensorError(
+            f"{folder}: in a shard and not in the index: {listed(stray)}; index and shards are not of one checkpoint: "
+            "copy them again, together"
+        )
 
 
 def _read_config(folder: Path) -> Mapping[str, Any] | None:
@@ -210,8 +236,16 @@ def _read_config(folder: Path) -> Mapping[str, Any] | None:
         return None
     parsed = read_json(path)
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: not a JSON object")
+        raise ConfigError(f"{path}: not a JSON object; expected H3's config.json")
     return parsed
+
+
+def config_file(path: Path) -> H3Config:
+    """The dimensions a config.json file states, whatever its name. Raises ConfigError or FileFormatError, naming it."""
+    parsed = read_json(path)
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{path}: not a JSON object; expected H3's config.json")
+    return H3Config.from_mapping(parsed, str(path))
 
 
 def read_json(path: Path) -> Any:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, NoReturn
 
+from h3_mapper.errors import LayoutError
+
 if TYPE_CHECKING:
     from h3_mapper.config import H3Config
 
@@ -31,7 +33,7 @@ class Layout(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
-        raise ValueError(f"{value!r} is not a layout; expected {', '.join(cls)}")
+        raise LayoutError(f"{value!r} is not a layout; expected {', '.join(cls)}")
 
     @property
     def native(self) -> bool:

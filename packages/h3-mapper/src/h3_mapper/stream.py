@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from h3_mapper.digest import Digest, Hasher
-from h3_mapper.errors import TruncatedFileError
+from h3_mapper.errors import MapperError, TruncatedFileError
 
 CHUNK = 1 << 20
 """Bytes a worker reads and digests at a time; a multiple of WRITE."""
@@ -59,6 +59,12 @@ class Job:
         return sum(piece.length for piece in self.pieces)
 
 
+def check_threads(threads: int) -> None:
+    """Raise MapperError unless a number of worker threads is a positive integer."""
+    if not isinstance(threads, int) or threads < 1:
+        raise MapperError(f"threads is {threads!r}; expected a positive integer")
+
+
 def run(
     lanes: Iterable[Iterable[Job]],
     digest: Digest,
@@ -70,8 +76,10 @@ def run(
 
     A lane is one output file's jobs in file order: workers prefer different lanes, because writes to one
     file exclude each other. `finished(lane)` is called once a lane's last job is done (to fsync it).
-    Raises TruncatedFileError if a source shrinks under us, OSError from the system; other workers then stop.
+    Raises MapperError for a number of threads that is none, TruncatedFileError if a source shrinks under us, OSError
+    from the system; other workers then stop.
     """
+    check_threads(threads)
     work = _Work([deque(lane) for lane in lanes], progress, finished)
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="h3-mapper") as pool:
         futures = [pool.submit(_worker, work, digest) for _ in range(threads)]

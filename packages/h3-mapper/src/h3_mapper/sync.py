@@ -20,7 +20,7 @@ from h3_mapper.config import H3Config
 from h3_mapper.errors import LayoutError, MissingTensorError, ShapeError, listed
 from h3_mapper.slabs import Slabs
 from h3_mapper.spec import Layout
-from h3_mapper.sync_intake import IncompleteSyncError, Intake
+from h3_mapper.sync_intake import IncompleteSyncError, Intake, pairs
 from h3_mapper.sync_routes import Route, logical, routes
 
 __all__ = ["IncompleteSyncError", "WeightSync", "through_loaders"]
@@ -63,6 +63,11 @@ class WeightSync:
             raise LayoutError(
                 f"tp {tp} with target {target}: load_weights cuts by itself; shards are of `module` rows"
             )
+        if source is target is Layout.DIFFUSERS:
+            raise LayoutError(
+                "source and target are both diffusers: there is nothing to map; target is what the rollout takes: "
+                "release (for load_weights) or module (a loaded module's own rows)"
+            )
         self.config, self.source, self.target = config, source, target
         self._routes = routes(config, source, target, tp, rank)
         self._intake = Intake(config, source, tuple(components), round_to_bf16, passthrough)
@@ -88,7 +93,7 @@ class WeightSync:
         A renamed tensor is the caller's own memory, valid until the bucket's is reused; a fused one belongs to the
         consumer, and its memory is used again only after the consumer has dropped it. Raises as `Intake.accept`.
         """
-        for name, given in bucket:
+        for name, given in pairs(bucket):
             tensor = _detached(given)
             if self._intake.passes(name):
                 self._done.add(name)
@@ -141,7 +146,7 @@ class WeightSync:
         for tensor parallelism themselves.
         """
         parts = logical(self.config, self.source)
-        for name, given in bucket:
+        for name, given in pairs(bucket):
             tensor = _detached(given)
             if self._intake.passes(name):
                 self._done.add(name)
@@ -164,7 +169,7 @@ class WeightSync:
 
         Raises MissingTensorError or ShapeError, naming the target, before that tensor is touched.
         """
-        for name, tensor in bucket:
+        for name, tensor in pairs(bucket):
             if self._intake.passes(name):
                 _target(parameters, name, tuple(tensor.shape))[...] = _detached(tensor)
                 self._done.add(name)
@@ -188,8 +193,8 @@ class WeightSync:
     def finish(self, *, partial: bool = False) -> frozenset[str]:
         """Close the sync; return the target names delivered, exactly the set that strict loaders compare.
 
-        Raises IncompleteSyncError with every missing and every extra name. partial: missing tensors are allowed (a
-        sync of some layers), half-sent fused ones are not.
+        Raises IncompleteSyncError, which has every missing and every extra name. partial: missing tensors are allowed
+        (a sync of some layers), half-sent fused ones are not.
         """
         self._intake.close(partial)
         half = [
@@ -200,7 +205,9 @@ class WeightSync:
             if seen & needed and needed - seen
         ]
         if half:
-            raise IncompleteSyncError(f"fused tensors are half sent: {listed(half)}")
+            raise IncompleteSyncError(
+                f"fused tensors are half sent: {listed(half)}; send the parts that are lacking before finish()"
+            )
         return frozenset(self._done)
 
 

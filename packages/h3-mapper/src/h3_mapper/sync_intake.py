@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -16,6 +16,7 @@ from h3_mapper.errors import (
     DuplicateTensorError,
     MapperError,
     ShapeError,
+    UnsupportedTensorError,
     listed,
 )
 from h3_mapper.plan import derived, tensors
@@ -24,7 +25,29 @@ from h3_mapper.wrappers import unwrap
 
 
 class IncompleteSyncError(MapperError):
-    """A sync ended with tensors missing, or was sent names the model does not have."""
+    """A sync ended with tensors missing, or was sent names the model does not have; `missing` and `extra` have all."""
+
+    missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+
+
+SEND = "send them before finish(), or finish(partial=True)"
+READ = "nothing has arrived: push() and push_shards() work while what they yield is read, as in load_weights(push(...))"
+"""What to do about missing tensors, where some came and where none did."""
+
+
+def pairs(bucket: Any) -> Iterable[tuple[str, Array]]:
+    """The bucket, if it can be one: (name, tensor) pairs. Raises UnsupportedTensorError for a mapping or a module."""
+    if isinstance(bucket, Mapping) or hasattr(bucket, "state_dict"):
+        way = (
+            "its .items()"
+            if isinstance(bucket, Mapping)
+            else "its state_dict().items() or named_parameters()"
+        )
+        raise UnsupportedTensorError(
+            f"a bucket is {type(bucket).__name__}; expected (name, tensor) pairs: pass {way}"
+        )
+    return bucket  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +156,21 @@ class Intake:
             for name in self._names.specs.keys() - seen
         ]
         if self.extra or (missing and not partial):
-            raise IncompleteSyncError(
-                f"sync is not the whole model: {len(missing)} missing ({listed(missing, len(missing))}); "
-                f"{len(self.extra)} extra ({listed(self.extra, len(self.extra))})"
-            )
+            sides = [
+                f"{len(names)} {what} ({listed(names)}): {remedy}"
+                for names, what, remedy in (
+                    (missing, "missing", SEND if any(self.seen.values()) else READ),
+                    (
+                        self.extra,
+                        "extra",
+                        "send only this model's, or name the others' first segments in passthrough",
+                    ),
+                )
+                if names
+            ]
+            error = IncompleteSyncError(f"sync is not the whole model: {'; '.join(sides)}")
+            error.missing, error.extra = tuple(sorted(missing)), tuple(self.extra)
+            raise error
 
 
 def owned(tensor: Any) -> Array:

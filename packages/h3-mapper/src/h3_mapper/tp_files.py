@@ -11,7 +11,7 @@ from pathlib import Path
 
 from h3_mapper.convert import DEFAULT_THREADS, write_files
 from h3_mapper.digest import Digest
-from h3_mapper.errors import LayoutError, SourceError, TruncatedFileError, listed
+from h3_mapper.errors import LayoutError, SourceError, TruncatedFileError, listed, naming
 from h3_mapper.identify import Identified, identified_all
 from h3_mapper.manifest import MANIFEST_NAME, AtomDigest, Manifest
 from h3_mapper.output import check_destination, staging, write_text
@@ -117,7 +117,8 @@ def convert_shards(
             f"--tp with --to {to}: engines cut native tensors; write module (or release) shards"
         )
     found = _single(source, stated)
-    check_degree(found.config, tp)
+    with naming(found.component.given):
+        check_degree(found.config, tp)
     mapping = plan(found.config, found.layout, to)
     ranks = [shard(mapping, tp, rank) for rank in range(tp)]
     files = [_files(sharded, parse_size(max_shard_size)) for sharded in ranks]

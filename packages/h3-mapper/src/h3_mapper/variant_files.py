@@ -14,6 +14,7 @@ from h3_mapper.errors import (
     QuantisedVariantError,
     SourceError,
     listed,
+    naming,
 )
 from h3_mapper.judge import Judged, judge
 from h3_mapper.output import check_destination, staging, write_text
@@ -51,9 +52,10 @@ def convert_variant(
     """
     found, layout = _single(source, stated)
     count = 1 if tp is None else tp
-    if found.variant.config is not None:
-        check_degree(found.variant.config, count)
-    ranks = [variant_plan(found.seen, found.variant, layout, to, count, rank) for rank in range(count)]
+    with naming(found.component.given):
+        if found.variant.config is not None:
+            check_degree(found.variant.config, count)
+        ranks = [variant_plan(found.seen, found.variant, layout, to, count, rank) for rank in range(count)]
     total = sum(item.nbytes for items in ranks for item in items)
     check_destination(destination, source, total)
     with staging(destination) as out, opened(found.component) as reader:

@@ -6,7 +6,7 @@ Sources: the pruned and quantised files of Comfy-Org (ComfyUI's `comfy_quant` bl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -93,6 +93,8 @@ ROW_FORMATS = frozenset({"int8_tensorwise", "float8_e4m3fn", "float8_e5m2"})
 """`comfy_quant` formats whose weight is one value an element, row-major, so that rows move freely. ConvRot rotates
 columns in groups and commutes with that."""
 
+ADAPTER = "an adapter: see `h3-mapper lora inspect`"
+
 OTHER_NAMES: Mapping[str, str] = {
     ".ff.fc_in.": "FastVideo names (its gate order is not verified)",
     "time_embedder.fc_in.": "FastVideo names",
@@ -100,10 +102,18 @@ OTHER_NAMES: Mapping[str, str] = {
     "adaln_proj.folded_bias": "the pruned form of a vLLM fork",
     "adaln_basis": "the pruned form of a vLLM fork",
     "adaln_mean": "the pruned form of a vLLM fork",
-    "model.norm.weight": "a language model",
-    ".lora_": "an adapter: see `h3-mapper lora inspect`",
+    **dict.fromkeys(("model.norm.weight", "model.layers.", "lm_head.weight"), "a language model"),
+    **dict.fromkeys((".lora_", ".lokr_", ".hada_", ".oft_", ".set_weight"), ADAPTER),
+    **dict.fromkeys(("double_blocks.", "single_transformer_blocks."), "a Flux model"),
+    **dict.fromkeys(("encoder.down_blocks.", "encoder.mid_block.", "decoder.up_blocks."), "a VAE"),
 }
 """Substrings that identify what a file of unknown names probably is."""
+
+
+def named(names: Iterable[str]) -> str:
+    """What tensors of these names probably are, if they are a known something else; empty if not known."""
+    held = tuple(names)
+    return next((what for mark, what in OTHER_NAMES.items() if any(mark in name for name in held)), "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from h3_mapper.convert import DEFAULT_THREADS
 from h3_mapper.digest import Digest
-from h3_mapper.errors import MapperError, SourceError, listed
+from h3_mapper.errors import LayoutError, MapperError, SourceError, listed
 from h3_mapper.identify import Identified, identified_all
 from h3_mapper.manifest import AtomDigest, Manifest, compute, digests_of, read_manifest
 from h3_mapper.source import PARTITIONS
@@ -57,6 +57,12 @@ def verify(
     is). stated: the layouts of native files that do not declare theirs. Raises a MapperError kind on bad
     input; a difference is a result.
     """
+    if isinstance(stated, str) or len(stated) != 2:
+        raise LayoutError(
+            f"stated is {stated!r}; expected a pair, the layouts of the two sides (None where they say it)"
+        )
+    layouts = [None if each is None else Layout(each) for each in stated]
+    digest = Digest(digest)
     paths = (Path(a), Path(b))
     stored = [
         read_manifest(p) if p.suffix == ".json" and p.is_file() and not _index(p) else None for p in paths
@@ -65,7 +71,7 @@ def verify(
     if algorithm is Digest.NONE:
         raise MapperError("digest none compares nothing; choose xxh3 or blake3")
     sides, read = [], []
-    for path, manifest, layout in zip(paths, stored, stated, strict=True):
+    for path, manifest, layout in zip(paths, stored, layouts, strict=True):
         found = {} if manifest else identified_all(path, layout)
         read.append(found)
         sides.append(

@@ -26,9 +26,15 @@ class Found:
 
 
 def assemble(
-    modules: Mapping[str, Found], scales: Scales, component: str | None, metadata: Mapping[str, str]
+    modules: Mapping[str, Found],
+    scales: Scales,
+    component: str | None,
+    metadata: Mapping[str, str],
+    sized: str = "",
 ) -> tuple[Adapter, dict[str, list[str]]]:
     """Pair the factors. Returns the adapter and, by source of the scale, the modules scaled from there.
+
+    sized: what to say of a tensor that fits a model of other sizes.
 
     Raises UnpairedFactorError, FactorShapeError, UnstatedError, ScaleError, UnsupportedAdapterError.
     """
@@ -41,14 +47,17 @@ def assemble(
         for role, held in ((Role.DIFF, deltas), (Role.DIFF_BIAS, deltas), (Role.SET, assigned)):
             if role in roles:
                 _expect(
-                    shape(roles[role]) == place.shape, name, f"{role} is {shape(roles[role])}", place.shape
+                    shape(roles[role]) == place.shape,
+                    name,
+                    f"{role} is {_of(roles[role])}",
+                    list(place.shape),
                 )
                 held.update(place.split(roles[role]))
         if (Role.A in roles) != (Role.B in roles):
             missing = Role.B if Role.A in roles else Role.A
             raise UnpairedFactorError(f"{name}: factor {missing} is missing; the other alone changes nothing")
         if Role.A in roles:
-            terms, source = _factors(name, module, scales)
+            terms, source = _factors(name, module, scales, sized)
             low_rank.update(terms)
             sources[source].append(name)
         elif roles.keys() & {Role.ALPHA, Role.MAGNITUDE}:
@@ -56,30 +65,49 @@ def assemble(
     return Adapter(low_rank, deltas, assigned, component, metadata), sources
 
 
-def _expect(holds: bool, name: str, found: str, wanted: Any) -> None:
+def _expect(holds: bool, name: str, found: str, wanted: Any, sized: str = "") -> None:
     if not holds:
-        raise FactorShapeError(f"{name}: {found}; expected {wanted}{_pruned_hint(name, found)}")
+        remedy = _pruned_hint(name, found) or (f"; {sized}" if sized else "")
+        raise FactorShapeError(f"{name}: {found}; expected {wanted}{remedy}")
+
+
+def _of(tensor: Tensor) -> list[int]:
+    """A shape as every message here prints one."""
+    return list(shape(tensor))
 
 
 def _pruned_hint(name: str, found: str) -> str:
-    pruned = "adaln" in name and found.startswith("A is") and found.endswith(" 8)")
+    pruned = "adaln" in name and found.startswith("A is") and found.endswith(" 8]")
     return " (width 8 is the pruned AdaLN; this model is the full one)" if pruned else ""
 
 
-def _factors(name: str, module: Found, scales: Scales) -> tuple[dict[str, LowRank], str]:
+def _factors(name: str, module: Found, scales: Scales, sized: str) -> tuple[dict[str, LowRank], str]:
     place, a, b = module.place, module.roles[Role.A], module.roles[Role.B]
     _expect(len(place.shape) == 2, name, "low-rank factors for a vector", "a linear module")
     count, stacked = len(place.atoms), len(shape(a)) == 3
     # The rank is the axis before the last: shape[0] of a stacked [n, rank, in] is the number of slices.
     rank = shape(a)[-2] if len(shape(a)) > 1 else 0
     wanted = (count, rank, place.shape[1]) if stacked else (rank, place.shape[1])
-    _expect(rank > 0 and shape(a) == wanted, name, f"A is {shape(a)}", f"[rank, {place.shape[1]}]")
+    sizes = f"[{count}, rank, {place.shape[1]}]" if stacked else f"[rank, {place.shape[1]}]"
+    _expect(rank > 0 and shape(a) == wanted, name, f"A is {_of(a)}", sizes, sized if rank else "")
     if len(shape(b)) == 3:
         each = place.atoms[0].rows
-        _expect(shape(b) == (count, each, rank), name, f"B is {shape(b)}", (count, each, rank))
+        _expect(
+            shape(b) == (count, each, rank),
+            name,
+            f"B is {_of(b)}",
+            [count, each, rank],
+            "" if shape(b)[-1] != rank else sized,
+        )
         parts = {atom.name: layer(b, i) for i, atom in enumerate(place.atoms)}
     else:
-        _expect(shape(b) == (place.shape[0], rank), name, f"B is {shape(b)}", (place.shape[0], rank))
+        _expect(
+            shape(b) == (place.shape[0], rank),
+            name,
+            f"B is {_of(b)}",
+            [place.shape[0], rank],
+            "" if shape(b)[-1:] != (rank,) else sized,
+        )
         parts = place.split(b)
     scale, source = scales.find(name, rank)
     magnitudes = _magnitudes(name, module)
@@ -98,7 +126,7 @@ def _magnitudes(name: str, module: Found) -> dict[str, Tensor]:
     height, size = module.place.shape[0], shape(magnitude)
     if size not in ((height,), (height, 1)):
         raise UnsupportedAdapterError(
-            f"{name}: DoRA magnitude is {size}; expected one value a row ({height}). A norm over columns couples "
+            f"{name}: DoRA magnitude is {list(size)}; expected one value a row ({height}). A norm over columns couples "
             "the rows of q, k and v and cannot be split; merge it with the tool that trained it"
         )
     return module.place.split(reshaped(magnitude, (height,)))

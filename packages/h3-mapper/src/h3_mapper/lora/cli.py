@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from h3_mapper.errors import ConfigError
 from h3_mapper.lora.formats import FORMATS, Fc1Rows, QkvRows
 from h3_mapper.outcome import BAD_INPUT, OK, Command, Outcome, argument, one_of
 from h3_mapper.spec import Layout
@@ -65,16 +64,11 @@ def _statement(args: argparse.Namespace) -> Statement:
     return Statement.of(args.stated, **own) if args.stated else Statement(**own)
 
 
-def _config(path: Path | None) -> H3Config:
-    from h3_mapper.config import H3Config
-    from h3_mapper.source import read_json
+def _config(path: Path | None) -> H3Config | None:
+    """The stated sizes; None for the release's, which are then assumed."""
+    from h3_mapper.source import config_file
 
-    if path is None:
-        return H3Config()
-    parsed = read_json(path)
-    if not isinstance(parsed, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return H3Config.from_mapping(parsed)
+    return None if path is None else config_file(path)
 
 
 def _inspect(args: argparse.Namespace, progress: Progress | None) -> Outcome:

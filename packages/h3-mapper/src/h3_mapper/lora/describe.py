@@ -84,13 +84,15 @@ def looks_like(names: Iterable[str], config: H3Config) -> Iterator[str]:
             yield format_.name
 
 
-def describe(file: AdapterFile, adapter: Adapter, config: H3Config, problem: str | None = None) -> Described:
+def describe(
+    file: AdapterFile, adapter: Adapter, config: H3Config | None = None, problem: str | None = None
+) -> Described:
     """Everything worth knowing before an adapter is used. problem: what the file does not state, so nothing assumed."""
     terms = list(adapter.low_rank.values())
     return Described(
         str(file.path),
         len(file.tensors),
-        tuple(looks_like(file.tensors, config)),
+        tuple(looks_like(file.tensors, config or H3Config())),
         dict(Counter(dtype_name(tensor) for tensor in file.tensors.values())),
         PARTITIONS.get(adapter.component or "", "not stated"),
         dict(sorted(Counter(re.sub(r"(?<=blocks\.)\d+", "N", name) for name in adapter.low_rank).items())),

@@ -104,12 +104,23 @@ def _require_every(names: Iterable[str], targets: Iterable[str], config: H3Confi
         )
 
 
+def _fused(block: Any) -> bool:
+    attention, feed_forward = getattr(block, "attn", None), getattr(block, "mlp", None)
+    return hasattr(attention, "qkv_proj") and hasattr(feed_forward, "fc1")
+
+
 def complete_stacked_mapping(transformer: Any) -> bool:
     """Give an engine transformer the `STACKED` entries it lacks; whether any was added.
 
     Existing entries stay first and as they are (vLLM-Omni 0.30 declares q, k and v, scoped by `.attn`). The instance
     gets the list, not its class, so another partition's transformer is not touched. Calling again adds nothing.
+    Raises UnsupportedAdapterError for what is no engine transformer: no block of it has attn.qkv_proj and mlp.fc1.
     """
+    if not any(map(_fused, getattr(transformer, "blocks", None) or ())):
+        raise UnsupportedAdapterError(
+            f"a {type(transformer).__name__} has no blocks with attn.qkv_proj and mlp.fc1; expected the engine's "
+            "MiniMax-H3 transformer: pass pipeline.transformer"
+        )
     existing = tuple(getattr(transformer, "stacked_params_mapping", None) or ())
 
     def leaf(entry: tuple[str, str, Any]) -> tuple[str, str]:  # the engine's manager compares leaf names

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from h3_mapper.config import H3Config
-from h3_mapper.errors import FileFormatError, OutputError, OutputExistsError, SourceError, listed
+from h3_mapper.errors import FileFormatError, OutputError, OutputExistsError, SourceError, listed, naming
 from h3_mapper.lora.adapter import Adapter
 from h3_mapper.lora.arrays import ITEMSIZE, Raw, raw
 from h3_mapper.lora.errors import UnsupportedAdapterError
@@ -37,10 +37,15 @@ class AdapterFile:
     peft_config: Mapping[str, Any] | None
 
     def read(self, config: H3Config | None = None, statement: Statement | None = None) -> Adapter:
-        """The adapter in canonical terms; see `h3_mapper.lora.read`."""
-        return read(
-            self.tensors, config, metadata=self.metadata, peft_config=self.peft_config, statement=statement
-        )
+        """The adapter in canonical terms; see `h3_mapper.lora.read`. Errors name the file."""
+        with naming(self.path):
+            return read(
+                self.tensors,
+                config,
+                metadata=self.metadata,
+                peft_config=self.peft_config,
+                statement=statement,
+            )
 
 
 def open_adapter(path: Path) -> AdapterFile:

@@ -34,7 +34,7 @@ from h3_mapper.readback import read_back
 from h3_mapper.shards import DIFFUSERS_STEM, NATIVE_STEM, OutFile, index_json, out_files, parse_size
 from h3_mapper.source import LAYOUT_KEY
 from h3_mapper.spec import Atom, Layout, Part, Span
-from h3_mapper.stream import Progress
+from h3_mapper.stream import Progress, check_threads
 from h3_mapper.wrappers import PARTITIONS
 
 BLOCK_ROWS = 128
@@ -90,6 +90,7 @@ def merge(
     Untouched tensors are copied byte for byte. Needs numpy (`h3-mapper[numpy]`). Raises MapperError kinds before
     anything is written; `destination` is complete or absent.
     """
+    check_threads(threads)
     if not math.isfinite(strength):
         raise ScaleError(f"strength is {strength}; expected a finite number")
     config = _grown(base.config, adapter)
@@ -97,7 +98,7 @@ def merge(
     specs = tensors(config, base.layout)
     stem = NATIVE_STEM if base.layout.native else DIFFUSERS_STEM
     files = out_files(specs, stem, parse_size(max_shard_size), {LAYOUT_KEY: str(base.layout)})
-    check_destination(destination, base.component.path, sum(file.size for file in files))
+    check_destination(destination, base.component.given, sum(file.size for file in files))
     with (
         staging(destination) as folder,
         opened(base.component) as source,
@@ -133,7 +134,7 @@ def _check(config: H3Config, before: H3Config, adapter: Adapter) -> Mapping[str,
     for name, value in {**adapter.deltas, **adapter.assigned}.items():
         if raw(value).shape != known[name].shape:
             raise ShapeError(
-                f"{name}: the adapter's tensor is {raw(value).shape}, the base's {known[name].shape}"
+                f"{name}: the adapter's tensor is {list(raw(value).shape)}, the base's {list(known[name].shape)}"
             )
     for name, value in adapter.assigned.items():
         if raw(value).dtype != known[name].dtype:

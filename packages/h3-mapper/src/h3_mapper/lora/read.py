@@ -11,7 +11,12 @@ from h3_mapper.errors import listed
 from h3_mapper.lora.adapter import Adapter, bad_values, uneven
 from h3_mapper.lora.arrays import Tensor
 from h3_mapper.lora.assemble import Found, assemble
-from h3_mapper.lora.errors import NonFiniteError, UnmappedModuleError, UnpairedFactorError, UnstatedError
+from h3_mapper.lora.errors import (
+    NonFiniteError,
+    UnmappedModuleError,
+    UnpairedFactorError,
+    UnstatedError,
+)
 from h3_mapper.lora.formats import FORMATS, Alpha, Fc1Rows, Naming, QkvRows
 from h3_mapper.lora.modules import Place, RowOrder, places
 from h3_mapper.lora.names import Key, Role, parse
@@ -20,6 +25,10 @@ from h3_mapper.wrappers import PARTITIONS
 
 QKV_KEY, FC1_KEY = "h3.qkv_rows", "h3.fc1_rows"
 """Metadata keys that state the row order of fused projections; every native file written here has them."""
+
+SIZES = "the released model's sizes are assumed; for a model of other sizes pass its config.json (--config, config=)"
+OTHER_SIZES = "the adapter was made for a model of other sizes"
+"""What to do about an adapter that does not fit, where the caller gave no sizes and where they did."""
 
 PARTITION_KEY = "h3.partition"
 """Metadata key that states the partition (FL2VA, Ref2VA), which most formats' names do not."""
@@ -75,19 +84,20 @@ def read(
     peft_config: the adapter_config.json object. config: the model's dimensions, the release's by default.
     Raises AdapterError of the kind that fits, or MapperError for a doubled prefix.
     """
+    sized = SIZES if config is None else OTHER_SIZES
     config = config or H3Config()
     metadata = dict(metadata or {})
     said = _with_metadata(statement or Statement(), metadata)
     keys = _choose([parse(name) for name in tensors], said)
     naming = _naming(keys, config)
     order = RowOrder(said.qkv, said.fc1)
-    modules = _collect(keys, tensors, places(config, naming, order), naming)
+    modules = _collect(keys, tensors, places(config, naming, order), naming, sized)
     _check_order(modules, order)
     alphas = {name: scalar(m.roles[Role.ALPHA]) for name, m in modules.items() if Role.ALPHA in m.roles}
     component = _component(keys, metadata)
     config_ = peft_config or diffusers_config(metadata, component)
     scales = Scales.of(metadata, config_, alphas, said.alpha, said.assume_alpha)
-    adapter, sources = assemble(modules, scales, component, metadata)
+    adapter, sources = assemble(modules, scales, component, metadata, sized)
     broken, idle = bad_values(adapter)
     if broken:
         raise NonFiniteError(
@@ -159,7 +169,7 @@ def _naming(keys: Iterable[Key], config: H3Config) -> Naming:
 
 
 def _collect(
-    keys: Iterable[Key], tensors: Mapping[str, Tensor], known: Mapping[str, Place], naming: Naming
+    keys: Iterable[Key], tensors: Mapping[str, Tensor], known: Mapping[str, Place], naming: Naming, sized: str
 ) -> dict[str, Found]:
     modules: dict[str, Found] = {}
     unmapped = []
@@ -176,7 +186,7 @@ def _collect(
     if unmapped:
         raise UnmappedModuleError(
             f"{len(unmapped)} of the adapter's tensors name no module of this model ({naming} names): "
-            f"{listed(unmapped)}; nothing is dropped in silence"
+            f"{listed(unmapped)}; nothing is dropped in silence: {sized}"
         )
     return modules
 

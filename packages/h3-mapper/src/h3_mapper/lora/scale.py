@@ -30,7 +30,7 @@ def scalar(tensor: Tensor) -> float:
     """The one value of a tensor of one element."""
     value = raw(tensor)
     if math.prod(value.shape) != 1:
-        raise ScaleError(f"an alpha tensor has shape {value.shape}; expected one value")
+        raise ScaleError(f"an alpha tensor has shape {list(value.shape)}; expected one value")
     return _decode(value)
 
 
