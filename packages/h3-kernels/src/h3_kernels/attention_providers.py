@@ -24,6 +24,7 @@ from torch import Tensor
 
 from h3_kernels.binding import Probe
 from h3_kernels.errors import ProviderError
+from h3_kernels.providers import capability
 
 ENVIRONMENT = "H3_ATTENTION"
 PROBE_DOCUMENTS = (70, 1, 925, 130)
@@ -43,8 +44,7 @@ class AttentionCall:
     @classmethod
     def of(cls, q: Tensor) -> AttentionCall:
         """The call class of q [T, heads, head_dim]."""
-        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else None
-        return cls(q.shape[1], q.shape[2], q.dtype, q.device.type, capability)
+        return cls(q.shape[1], q.shape[2], q.dtype, q.device.type, capability(q.device))
 
 
 class AttentionProvider(Protocol):
