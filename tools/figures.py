@@ -22,6 +22,7 @@ BINS = 25
 
 CONDITIONS = (
     "benchmark",
+    "engine",
     "subject",
     "op",
     "node",
@@ -32,6 +33,7 @@ CONDITIONS = (
     "form",
     "scope",
     "case",
+    "adaln",
 )
 """What of a record names a bar."""
 
