@@ -49,7 +49,10 @@ def _measures(name: str, record: dict[str, Any]) -> bool:
 def _described(folder: evidence.Folder) -> tuple[str, str, str, str]:
     """Head, date, device, outcomes of the tests."""
     gpu = folder.environment["gpu"] or {}
-    counts = ", ".join(f"{folder.tests[kind]} {kind}" for kind in ("passed", "failed", "skipped"))
+    kinds = ("passed", "failed", "skipped")
+    counts = (
+        ", ".join(f"{folder.tests[kind]} {kind}" for kind in kinds) if folder.tests["cases"] else "not run"
+    )
     return (
         f"`{folder.path.parent.name[:12]}`",
         folder.report["made"],

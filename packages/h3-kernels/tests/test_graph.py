@@ -336,7 +336,10 @@ def test_a_shard_is_not_taken_for_the_whole(module, suffixes):
         ({"timestep_index": 3}, r"timestep_index: expected 0\.\.2"),
         ({"timestep_index": -1}, r"timestep_index: expected 0\.\.2"),
         ({"cu_seqlens": 19}, "cu_seqlens: expected to rise from 0 to 20 by at most max_seqlen 20"),
-        ({"text_cu_seqlens": 6}, "text_cu_seqlens: expected to rise from 0 to 5 by at most text_max_seqlen 5"),
+        (
+            {"text_cu_seqlens": 6},
+            "text_cu_seqlens: expected to rise from 0 to 5 by at most text_max_seqlen 5",
+        ),
     ],
 )
 def test_a_value_that_would_be_misread_is_refused(change, message):

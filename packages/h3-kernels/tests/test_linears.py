@@ -204,5 +204,7 @@ def test_bad_contracts_and_providers_are_refused(dtype):
         projection(x, weight, parts=(0, 2))
     with pytest.raises(InputError, match="expected equal shapes"):
         projection_group(x, [weight, weight[:4]])
-    with pytest.raises(ProviderError, match=r"no provider is named 'cublas' on cpu; known: auto, .*reference"):
+    with pytest.raises(
+        ProviderError, match=r"no provider is named 'cublas' on cpu; known: auto, .*reference"
+    ):
         projection(x, weight, provider="cublas")
