@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from h3_mapper import convert, verify
 from h3_mapper.cli import main
 from h3_mapper.digest import Digest
 from h3_mapper.errors import (
@@ -30,7 +31,7 @@ from h3_mapper.manifest import compute
 from h3_mapper.plan import plan, spans, tensors
 from h3_mapper.spec import Layout
 from lora_testkit import assert_same_products, block_modules, diffusers_lora, products, values
-from mapper_testkit import TINY
+from mapper_testkit import TINY, random_diffusers, write_file
 
 SCALE_ONE = Statement(assume_alpha="rank")
 
@@ -397,3 +398,32 @@ def test_rounding_is_torch_s(dtype):
 
 def test_block_modules_is_every_linear_of_every_block():
     assert len(block_modules()) == 6 * (TINY.num_layers + TINY.num_refiner_layers)
+
+
+@pytest.mark.parametrize("part", "qkv")
+def test_an_adapter_of_one_part_of_a_fused_tensor_merges_into_every_layout(tmp_path, part):
+    """The other parts of a native qkv_proj stay as they are; merged bases of all layouts hold the same atoms."""
+    held = {
+        name: (kind, shape, bytes(len(data))) for name, (kind, shape, data) in random_diffusers(TINY).items()
+    }
+    name = f"transformer_blocks.1.attn.to_{part}"
+    sizes = {"A": [2, TINY.hidden_size], "B": [TINY.inner_size, 2]}
+    factors = {
+        f"{name}.lora_{side}.weight": ("F32", size, np.ones(size, np.float32).tobytes())
+        for side, size in sizes.items()
+    }
+    write_file(tmp_path / "l.safetensors", factors)
+    (tmp_path / "base").mkdir()
+    write_file(tmp_path / "base" / "diffusion_pytorch_model.safetensors", held)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(TINY.to_json(native=False)))
+    for layout in ("release", "module"):
+        convert(tmp_path / "base", tmp_path / layout, layout)
+    for base in ("base", "release", "module"):
+        into = str(tmp_path / f"merged-{base}")
+        code = main(
+            ["lora", "merge", str(tmp_path / base), str(tmp_path / "l.safetensors"), into, "--alpha", "rank"]
+        )
+        assert code == 0
+        assert verify(tmp_path / "merged-base", into).equal
+        changed = {d.atom for d in verify(tmp_path / "base", into).differences}
+        assert changed == {f"blocks.1.attn.qkv_proj.weight[{part}]"}

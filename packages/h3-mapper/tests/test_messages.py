@@ -10,6 +10,7 @@ from h3_mapper.cli import main
 from h3_mapper.errors import AlreadyConvertedError, ConfigError, UnsupportedTensorError
 from h3_mapper.source import open_source
 from h3_mapper.tp import check_degree
+from h3_mapper.tp_files import convert_shards
 from mapper_testkit import TINY, random_diffusers, read_files, reference_native, write_diffusers, write_file
 
 FIRST, SECOND = (f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2))
@@ -303,6 +304,81 @@ def test_an_adapter_for_other_sizes_asks_for_the_config(said, src, capsys):
         "other.safetensors: transformer_blocks.0.attn.to_q: A is [2, 47]; expected [rank, 48]; the adapter was made "
         "for a model of other sizes"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_alpha": "x"}, "lora_alpha is 'x'; expected a number"),
+        ({"r": [2]}, "r is [2]; expected a number"),
+        ({"rank_pattern": [1]}, "rank_pattern is [1]; expected an object of pattern -> number"),
+        ({"alpha_pattern": {"to_q": "x"}}, "alpha_pattern['to_q'] is 'x'; expected a number"),
+        (
+            {"alpha_pattern": {"(": 3}},
+            "alpha_pattern has '(', no regular expression (missing ), unterminated subpattern at position 0)",
+        ),
+    ],
+)
+def test_a_broken_adapter_config_is_named_by_its_field(said, src, change, message):
+    Path("peft").mkdir()
+    lora("peft/adapter_model.safetensors")
+    settings = {"r": 2, "lora_alpha": 4, "rank_pattern": {}, "alpha_pattern": {"to_k": 8}}
+    config = Path("peft/adapter_config.json")
+    config.write_text(json.dumps(settings | change))
+    inspect = ("lora", "inspect", "peft", "--config", "src/config.json")
+    assert said(*inspect) == f"peft/adapter_model.safetensors: adapter_config.json: {message}"
+    config.write_text(json.dumps(settings))
+    assert main(list(inspect)) == 0
+
+
+def test_what_is_no_adapter_says_what_it_is(said, src):
+    write_file(Path("none.safetensors"), {})
+    assert said("lora", "inspect", "none.safetensors") == (
+        "none.safetensors: holds no tensor; expected an adapter's factors: export it again"
+    )
+    Path("peft").mkdir()
+    Path("peft/adapter_model.bin").write_bytes(b"PK")
+    assert said("lora", "inspect", "peft") == (
+        "peft: expected adapter_model.safetensors or exactly one .safetensors file, found none; pickled weights are "
+        "never opened (adapter_model.bin): save them as safetensors"
+    )
+    assert said("lora", "inspect", "src").endswith(
+        f"found {FIRST}, {SECOND}; point at the adapter, not at a model"
+    )
+    name = "transformer_blocks.9.attn.to_q.lora_{}.weight".format
+    write_file(Path("deep.safetensors"), {name(side): ("BF16", [1, 1], bytes(2)) for side in "AB"})
+    assert said("lora", "inspect", "deep.safetensors", "--config", "src/config.json") == (
+        "deep.safetensors: none of 1 modules is one of MiniMax-H3's: transformer_blocks.9.attn.to_q; expected names "
+        "such as transformer_blocks.0.attn.to_q or blocks.0.attn.qkv_proj, and blocks below 2; the adapter was made "
+        "for a model of other sizes"
+    )
+
+
+# --- paths ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_checkpoints_or_of_ranks_says_which(said, src):
+    root = src.parent
+    nothing = "no safetensors file, index or transformer/ folder here; "
+    assert said("inspect", ".") == f".: {nothing}point at one of src"
+    convert_shards(Path("src"), Path("ranks"), 2)
+    assert said("convert", "ranks", "out", "--to", "release").endswith(
+        f"ranks: {nothing}one rank's part each in rank-0-of-2, rank-1-of-2: use the whole checkpoint that they were "
+        "cut from"
+    )
+    assert said("inspect", "src/config.json") == (
+        "src/config.json: not a .safetensors file, an index or a folder; point at the folder or file that holds "
+        "the weights"
+    )
+    assert root.joinpath("ranks/rank-1-of-2").is_dir()
+
+
+def test_names_of_any_length_and_letter_that_the_disk_takes_are_taken(said, src):
+    longest = "模" * 85  # 255 bytes
+    convert("src", longest, "release")
+    assert verify("src", longest).equal
+    assert said("convert", "src", longest + "b", "--to", "release").endswith("File name too long")
+    assert said("convert", "no\nwhere", "out", "--to", "release") == "no\\nwhere: no such file or folder"
 
 
 # --- tensor parallelism on the demo ---------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def _failed(as_json: bool, error: Exception) -> int:
     message = str(error)
     if isinstance(error, OSError) and error.filename and error.strerror:
         message = f"{error.filename}: {error.strerror}"
+    message = message.replace("\n", "\\n").replace("\r", "\\r")  # a path may hold them; a message is one line
     if as_json:
         print(json.dumps({"error": type(error).__name__, "message": message}, indent=1))
     print(f"h3-mapper: {message}", file=sys.stderr)

@@ -49,6 +49,11 @@ def check_destination(destination: Path, source: Path, nbytes: int) -> None:
         raise NoSpaceError(f"{destination}: needs {nbytes + SLACK:,} bytes and {real} has {free:,} free")
 
 
+def hidden(destination: Path) -> str:
+    """How temporary names beside `destination` begin: so short that they fit wherever its own name does."""
+    return f".{destination.name[:32]}."
+
+
 @contextmanager
 def staging(destination: Path) -> Iterator[Path]:
     """A temporary folder beside `destination`, renamed onto it at the end; removed on any exception.
@@ -56,7 +61,7 @@ def staging(destination: Path) -> Iterator[Path]:
     The rename is atomic and comes after everything in the folder is on disk, so `destination` is either
     absent or complete. OSError becomes OutputError (NoSpaceError if the disk filled up).
     """
-    folder = Path(tempfile.mkdtemp(prefix=f".{destination.name}.", suffix=".partial", dir=destination.parent))
+    folder = Path(tempfile.mkdtemp(prefix=hidden(destination), suffix=".partial", dir=destination.parent))
     try:
         folder.chmod(0o777 & ~_umask())
         yield folder

@@ -36,6 +36,9 @@ PARTITIONS = {
 """Where a root keeps its transformers (Diffusers repositories, then the release's) -> which partition it is."""
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+RANK = re.compile(r"rank-\d+-of-\d+")
+"""Folders of `convert --tp`."""
+
 MAX_JSON = 16 * 1024 * 1024
 LAYOUT_KEY = "h3.layout"
 """safetensors metadata key that states the layout of a file we wrote."""
@@ -115,7 +118,9 @@ def _shards_of_file(path: Path) -> _Shards:
     if path.suffix == ".gguf":
         raise FileFormatError(f"{path}: this is a GGUF file; h3-mapper reads safetensors")
     if path.suffix != ".safetensors":
-        raise SourceError(f"{path}: not a .safetensors file, an index or a folder")
+        raise SourceError(
+            f"{path}: not a .safetensors file, an index or a folder; point at the folder or file that holds the weights"
+        )
     return _shards_of_folder(path.parent) if SHARD.fullmatch(path.name) else _Shards((path.name,))
 
 
@@ -130,14 +135,14 @@ def _shards_of_folder(folder: Path) -> _Shards:
     names = sorted(p.name for p in folder.glob("*.safetensors"))
     if not names:
         raise SourceError(
-            f"{folder}: no safetensors file, index or transformer/ folder here{_instead(folder)}"
+            f"{folder}: no safetensors file, index or transformer/ folder here{instead(folder)}"
         )
     if len(names) == 1 and not SHARD.fullmatch(names[0]):
         return _Shards((names[0],))
     return _Shards(_family(folder, names))
 
 
-def _instead(folder: Path) -> str:
+def instead(folder: Path) -> str:
     """What lies in a folder without safetensors files, if people take it for a checkpoint."""
     if (folder / "snapshots").is_dir():
         found = listed(f"snapshots/{each.name}" for each in (folder / "snapshots").iterdir())
@@ -146,7 +151,10 @@ def _instead(folder: Path) -> str:
         return f"; h3-mapper reads no GGUF ({gguf})"
     if pickled := listed(path.name for path in folder.iterdir() if path.suffix in PICKLED):
         return f"; pickled weights are never opened ({pickled}): save them as safetensors"
-    return ""
+    held = [path.name for path in folder.iterdir() if path.is_dir() and _has_weights(path)]
+    if any(RANK.fullmatch(name) for name in held):
+        return f"; one rank's part each in {listed(held)}: use the whole checkpoint that they were cut from"
+    return f"; point at one of {listed(held)}" if held else ""
 
 
 def _family(folder: Path, names: list[str]) -> tuple[str, ...]:

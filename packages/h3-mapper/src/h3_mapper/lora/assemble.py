@@ -89,6 +89,7 @@ def _factors(name: str, module: Found, scales: Scales, sized: str) -> tuple[dict
     rank = shape(a)[-2] if len(shape(a)) > 1 else 0
     wanted = (count, rank, place.shape[1]) if stacked else (rank, place.shape[1])
     sizes = f"[{count}, rank, {place.shape[1]}]" if stacked else f"[rank, {place.shape[1]}]"
+    sizes += "" if rank else " with a rank of 1 or more"
     _expect(rank > 0 and shape(a) == wanted, name, f"A is {_of(a)}", sizes, sized if rank else "")
     if len(shape(b)) == 3:
         each = place.atoms[0].rows

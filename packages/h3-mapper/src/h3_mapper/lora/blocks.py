@@ -49,8 +49,10 @@ def changed_rows(change: Change, name: str, base: Raw | None, start: int, stop: 
     assigned = change.adapter.assigned.get(name)
     if assigned is not None:
         return raw(rows(raw(assigned), start, stop))
-    if base is None or name not in change.touched:
+    if base is None:
         raise ValueError(f"{name}: nothing to compute")  # merge._check has excluded this
+    if name not in change.touched:  # the other parts of a fused tensor
+        return base
     np = numpy("merging an adapter")
     with np.errstate(over="ignore", invalid="ignore"):  # looked for below
         wide = _sum(change, name, widen(base), start, stop)

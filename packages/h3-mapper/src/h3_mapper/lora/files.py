@@ -18,11 +18,11 @@ from h3_mapper.lora.arrays import ITEMSIZE, Raw, raw
 from h3_mapper.lora.errors import UnsupportedAdapterError
 from h3_mapper.lora.read import Statement, read
 from h3_mapper.lora.write import Written
-from h3_mapper.output import check_destination, staging, write_text
+from h3_mapper.output import check_destination, hidden, staging, write_text
 from h3_mapper.readback import read_back
 from h3_mapper.safetensors_io import read_header
 from h3_mapper.shards import OutFile, out_files
-from h3_mapper.source import read_json
+from h3_mapper.source import instead, read_json
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -52,6 +52,8 @@ def open_adapter(path: Path) -> AdapterFile:
     """Map an adapter file or folder. Raises SourceError, FileFormatError, UnsupportedAdapterError."""
     file = _weights(path)
     header = read_header(file)
+    if not header.entries:
+        raise SourceError(f"{file}: holds no tensor; expected an adapter's factors: export it again")
     peft_config = None
     if file.name == WEIGHTS and (file.parent / CONFIG).is_file():
         peft_config = read_json(file.parent / CONFIG)
@@ -75,7 +77,10 @@ def _weights(path: Path) -> Path:
             return path / WEIGHTS
         if len(files) != 1:
             found = listed(file.name for file in files) or "none"
-            raise SourceError(f"{path}: expected {WEIGHTS} or exactly one .safetensors file, found {found}")
+            raise SourceError(
+                f"{path}: expected {WEIGHTS} or exactly one .safetensors file, found {found}"
+                f"{instead(path) or '; point at the adapter, not at a model'}"
+            )
         return files[0]
     if not path.exists():
         raise SourceError(f"{path}: no such file or folder")
@@ -117,7 +122,7 @@ class _Sized:
 
 def _save_file(values: Mapping[str, Raw], file: OutFile, destination: Path) -> None:
     """Write beside the destination, then link it into place: a link never replaces what appeared meanwhile."""
-    with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=hidden(destination), dir=destination.parent) as folder:
         temporary = Path(folder) / "adapter.safetensors"
         _fill(temporary, file, values)
         read_back(temporary, file)

@@ -89,7 +89,7 @@ def read(
     metadata = dict(metadata or {})
     said = _with_metadata(statement or Statement(), metadata)
     keys = _choose([parse(name) for name in tensors], said)
-    naming = _naming(keys, config)
+    naming = _naming(keys, config, sized)
     order = RowOrder(said.qkv, said.fc1)
     modules = _collect(keys, tensors, places(config, naming, order), naming, sized)
     _check_order(modules, order)
@@ -150,7 +150,7 @@ def _choose(keys: list[Key], said: Statement) -> list[Key]:
     return keys
 
 
-def _naming(keys: Iterable[Key], config: H3Config) -> Naming:
+def _naming(keys: Iterable[Key], config: H3Config, sized: str) -> Naming:
     """The naming that knows the most module names. Raises UnmappedModuleError if none knows any."""
     modules = {key.module for key in keys}
     if any(key.flat for key in keys):
@@ -163,7 +163,8 @@ def _naming(keys: Iterable[Key], config: H3Config) -> Naming:
     if not counts[best]:
         raise UnmappedModuleError(
             f"none of {len(modules)} modules is one of MiniMax-H3's: {listed(modules)}; "
-            f"expected names such as transformer_blocks.0.attn.to_q or blocks.0.attn.qkv_proj"
+            f"expected names such as transformer_blocks.0.attn.to_q or blocks.0.attn.qkv_proj, and blocks below "
+            f"{config.num_layers}; {sized}"
         )
     return best
 

@@ -68,6 +68,7 @@ class Scales:
                 raise UnsupportedAdapterError(
                     f"adapter_config.json: {key}={config[key]!r} is refused: {reason}"
                 )
+        _check_config(config)
         recorded = next((metadata[key] for key in METADATA_ALPHA if key in metadata), None)
         return cls(
             override, assume, dict(config), dict(tensors), None if recorded is None else _number(recorded)
@@ -94,10 +95,37 @@ class Scales:
         declared = _pattern(self.config, "rank_pattern", module, self.config.get("r"))
         if declared is not None and declared != rank:
             raise ScaleError(
-                f"{module}: adapter_config.json says rank {declared}, its A has {rank} rows; alpha / rank is unsure"
+                f"{module}: adapter_config.json says rank {declared}, its A has {rank} rows; alpha / rank is unsure: "
+                "state alpha (--alpha)"
             )
         alpha = float(_pattern(self.config, "alpha_pattern", module, self.config["lora_alpha"]))
         return Fraction(alpha / math.sqrt(rank)) if self.config.get("use_rslora") else _plain(alpha, rank)
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    """Raise ScaleError unless an adapter_config.json's numbers are numbers and its patterns regular expressions."""
+    for key in ("r", "lora_alpha"):
+        if config.get(key) is not None and not _is_number(config[key]):
+            raise ScaleError(f"adapter_config.json: {key} is {config[key]!r}; expected a number")
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = config.get(key) or {}
+        if not isinstance(patterns, Mapping):
+            raise ScaleError(
+                f"adapter_config.json: {key} is {patterns!r}; expected an object of pattern -> number"
+            )
+        for pattern, value in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ScaleError(
+                    f"adapter_config.json: {key} has {pattern!r}, no regular expression ({error})"
+                ) from None
+            if not _is_number(value):
+                raise ScaleError(f"adapter_config.json: {key}[{pattern!r}] is {value!r}; expected a number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _REFUSED_CONFIG = {
