@@ -331,6 +331,24 @@ def test_a_broken_adapter_config_is_named_by_its_field(said, src, change, messag
     assert main(list(inspect)) == 0
 
 
+def test_a_component_that_the_adapter_does_not_have_is_named(said, src):
+    lora("l.safetensors")
+    inspect = [
+        "lora",
+        "inspect",
+        "l.safetensors",
+        "--config",
+        "src/config.json",
+        "--alpha",
+        "rank",
+        "--component",
+    ]
+    assert said(*inspect, "transformer_ref") == (
+        "l.safetensors: no tensor is of component 'transformer_ref'; the file holds transformer"
+    )
+    assert main([*inspect, "transformer"]) == 0
+
+
 def test_what_is_no_adapter_says_what_it_is(said, src):
     write_file(Path("none.safetensors"), {})
     assert said("lora", "inspect", "none.safetensors") == (

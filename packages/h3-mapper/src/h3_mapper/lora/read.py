@@ -145,6 +145,10 @@ def _choose(keys: list[Key], said: Statement) -> list[Key]:
         found = {getattr(key, what) for key in keys}
         if wanted is not None:
             keys = [key for key in keys if getattr(key, what) in (wanted, None)]
+            if not keys:
+                raise UnstatedError(
+                    f"no tensor is of {what} {wanted!r}; the file holds {listed(map(str, found))}"
+                )
         elif len(found - {None}) > 1:
             raise UnstatedError(f"the file holds {listed(map(str, found))}; choose one with {what}=")
     return keys
