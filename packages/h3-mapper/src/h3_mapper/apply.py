@@ -163,15 +163,15 @@ def _built(target: Target, held: Mapping[str, Array], like: Array) -> Array:
     first = held[target.rows[0].name]
     if len(target.rows) == 1 and tuple(first.shape) == target.shape:
         return backend(first).whole(first)
-    return _filled(backend(first).empty(target.shape, first), target, held)
+    return _filled(backend(first).empty(target.shape, first), target, held, fresh=True)
 
 
-def _filled(out: Array, target: Target, held: Mapping[str, Array]) -> Array:
+def _filled(out: Array, target: Target, held: Mapping[str, Array], *, fresh: bool = False) -> Array:
     library = backend(out)
     if target.data is not None:
         made = library.from_bytes(target.data, target.shape, out)
         library.copy(out, made, Run(target.name, target.shape[0], 1, 0, 1, 0, 1))
         return out
     for run in runs(target.rows):
-        library.copy(out, held[run.name], run)
+        library.copy(out, held[run.name], run, fresh=fresh)
     return out

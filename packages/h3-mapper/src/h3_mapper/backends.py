@@ -33,8 +33,8 @@ class Backend(Protocol):
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         """Uninitialised memory of `like`'s dtype and device."""
 
-    def copy(self, out: Array, source: Array, run: Run) -> None:
-        """Copy a run of row blocks, bit for bit."""
+    def copy(self, out: Array, source: Array, run: Run, *, fresh: bool = False) -> None:
+        """Copy a run of row blocks, bit for bit. fresh: `out` is of `empty` and nothing was written into it yet."""
 
     def from_bytes(self, data: bytes, shape: tuple[int, ...], like: Array) -> Array:
         """An fp32 tensor of these little-endian bytes, on `like`'s device."""
@@ -83,10 +83,12 @@ class _Torch:
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         return self.torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def copy(self, out: Array, source: Array, run: Run) -> None:
+    def copy(self, out: Array, source: Array, run: Run, *, fresh: bool = False) -> None:
         out = out.detach() if out.requires_grad else out
         source = source.detach() if source.requires_grad else source
-        if out.is_cpu and self._copied_on_host(out, source, run):
+        # A page's first write zeroes it in the cache, where torch's copy finds it and memmove's stores pass it by:
+        # 3.5 against 2.7 GB/s into new memory, on two cores.
+        if out.is_cpu and not fresh and self._copied_on_host(out, source, run):
             return
         if run.count == 1:
             out = _rows_torch(out, run.row, run.length)
@@ -149,7 +151,7 @@ class _Numpy:
     def empty(self, shape: tuple[int, ...], like: Array) -> Array:
         return self.numpy.empty(shape, dtype=like.dtype)
 
-    def copy(self, out: Array, source: Array, run: Run) -> None:
+    def copy(self, out: Array, source: Array, run: Run, *, fresh: bool = False) -> None:
         strided = self.numpy.lib.stride_tricks.as_strided
         views = []
         for array, first, step in ((out, run.row, run.row_step), (source, run.start, run.step)):
