@@ -122,11 +122,13 @@ def test_every_fused_configuration_gives_the_same_bits(tile):
 
     fused = FusedGemm()
     n, k = 1344, 2048
-    for rows in (8, 72, 304) if tile.a_transposed else (1, 70, 300):
+    layouts = (tile.a_transposed, tile.b_transposed)
+    across_a, across_b = layouts[::-1] if tile.swap else layouts
+    for rows in (8, 72, 304) if across_a else (1, 70, 300):
         x, weight = make("random", rows if rows > 1 else 2, n, k)
         x = x[:rows]
-        a = x.t().contiguous().t() if tile.a_transposed else x
-        b = weight.t().contiguous().t() if tile.b_transposed else weight
+        a = x.t().contiguous().t() if across_a else x
+        b = weight.t().contiguous().t() if across_b else weight
         for units in (1,) if tile.leaf == "chain" else (2, 4, 8):
             for bias in (None, torch.randn(n, device="cuda")):
                 for out in (BF16, F32):
