@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from h3_kernels.nodes import _elementary as written
+from interpreter import assert_passes_interpreted
 
 triton = pytest.importorskip("triton")
 SUITE = Path(__file__).with_name("nodes_elementary_interpreted.py")
@@ -26,11 +24,7 @@ KERNELS = {
 
 
 def test_kernels_have_the_written_bits_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUITE)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
-    assert "skipped" not in child.stdout
+    assert_passes_interpreted(SUITE)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

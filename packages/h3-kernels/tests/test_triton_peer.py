@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from h3_kernels.collectives.peer import PeerExchange
 from h3_kernels.errors import CollectiveError
+from interpreter import assert_passes_interpreted
 
 pytest.importorskip("triton")
 SUITE = Path(__file__).with_name("triton_peer_interpreted.py")
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(SUITE)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert child.returncode == 0, child.stdout[-6000:] + child.stderr[-2000:]
-    assert "passed" in child.stdout
-    assert "skipped" not in child.stdout
+    assert_passes_interpreted(SUITE)
 
 
 def compiled(name: str, kind: str, aligned: bool) -> str:

@@ -17,6 +17,7 @@ from h3_kernels.collectives import cost, peer
 from h3_kernels.contract import row_range
 from h3_kernels.reference import finish, fold_tree
 from h3_kernels.testing import count_differing
+from h3_kernels.testing.threads import results_by_rank
 from h3_kernels.triton import peer as kernels
 
 BIAS = torch.arange(5).float()
@@ -72,23 +73,7 @@ def on_threads(ranks, work, skipped=None):
     exchanges = [
         ThreadPeers(room, rank, skipped) for rank in range(ranks)
     ]  # their memory outlives the last reader
-    results, errors = [None] * ranks, []
-
-    def body(rank):
-        try:
-            results[rank] = work(exchanges[rank], rank)
-        except Exception as error:  # noqa: BLE001  # raised again below, in the test's thread
-            errors.append(error)
-            room["barrier"].abort()
-
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
+    return results_by_rank(ranks, room["barrier"], lambda rank: work(exchanges[rank], rank))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@
 namespace h3 {
 
 H3_BOTH constexpr int min_of(int a, int b) { return a < b ? a : b; }
-H3_BOTH constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 constexpr int kMaxClusters = 160;  // more than the SMs of any Hopper part
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h3_kernels.contract import row_range
 from h3_kernels.reference import finish, fold_tree
 from h3_kernels.testing.parallel import shard_columns, shard_parts
 
@@ -36,8 +37,10 @@ class ThreadCollective:
     def reduce_scatter_tree(
         self, root: Tensor, *, bias: Tensor | None = None, out_dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Not needed by the graph."""
-        raise NotImplementedError("the graph does not scatter rows")
+        """See ``collectives.protocol.Collective``."""
+        whole = self.all_reduce_tree(root, bias=bias, out_dtype=out_dtype)
+        begin, end = row_range(root.shape[0], self.world_size, self.rank)
+        return whole[begin:end]
 
     def all_gather_rows(self, rows: Tensor, total: int) -> Tensor:
         """See ``collectives.protocol.Collective``."""
@@ -49,16 +52,23 @@ def on_threads(tp: int, work: Callable[[int, ThreadCollective], Any]) -> list[An
     barrier = threading.Barrier(tp)
     room = {"slots": [None] * tp, "barrier": barrier}
     collectives = [ThreadCollective(room, rank) for rank in range(tp)]
-    results, errors = [None] * tp, []
+    return results_by_rank(tp, barrier, lambda rank: work(rank, collectives[rank]))
+
+
+def results_by_rank(ranks: int, barrier: threading.Barrier, work: Callable[[int], Any]) -> list[Any]:
+    """``work(rank)`` on one thread a rank; results by rank. A rank that fails breaks ``barrier``, at which the others
+    wait, and what the first of them raised is raised."""
+    results: list[Any] = [None] * ranks
+    errors: list[Exception] = []
 
     def body(rank: int) -> None:
         try:
-            results[rank] = work(rank, collectives[rank])
+            results[rank] = work(rank)
         except Exception as error:  # noqa: BLE001  # raised again below, in the caller's thread
             errors.append(error)
             barrier.abort()
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(tp)]
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
