@@ -161,18 +161,13 @@ class Engines:
         self, request: Request, video_t: float = VIDEO_T, audio_t: float = AUDIO_T
     ) -> dict[str, Tensor]:
         """Keyword arguments of Diffusers' forward, on the device."""
-        packed = request.packed
-        timesteps, indices = packed.row_timesteps(video_t, audio_t)
-        names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
-        tensors = {
+        streams = {
             "hidden_states": request.video[None],
             "audio_hidden_states": request.audio[None],
             "encoder_hidden_states": request.text[None],
-            "timestep": timesteps,
-            "timestep_indices": indices,
-            **{name: getattr(packed, name) for name in names},
         }
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        moved = {name: rows.to(self.device) for name, rows in streams.items()}
+        return moved | request.packed.arguments(video_t, audio_t, self.device)
 
     def rollout_forward(self, model: Any, request: Request, **how: Any) -> Run:
         """One denoise forward of vLLM-Omni's model."""

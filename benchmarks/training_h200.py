@@ -126,18 +126,13 @@ class Bench:
 
     def arguments(self, request: Request) -> dict[str, Tensor]:
         """The forward's keyword arguments, on the device."""
-        packed = request.packed
-        names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
-        timesteps, indices = packed.row_timesteps(*TIMES[1:])
-        tensors = {
+        streams = {
             "hidden_states": request.video[None],
             "audio_hidden_states": request.audio[None],
             "encoder_hidden_states": request.text[None],
-            "timestep": timesteps,
-            "timestep_indices": indices,
-            **{name: getattr(packed, name) for name in names},
         }
-        return {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        moved = {name: rows.to(self.device) for name, rows in streams.items()}
+        return moved | request.packed.arguments(*TIMES[1:], self.device)
 
     def forward(self, name: str, request: Request) -> Callable[[], tuple[Tensor, Tensor]]:
         model, arguments, backend = self.models[name], self.arguments(request), self.backend(name)

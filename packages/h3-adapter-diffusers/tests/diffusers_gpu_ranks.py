@@ -95,7 +95,7 @@ def train(every: bool, tp: int = 1, rank: int = 0, form: str = "auto") -> Output
     return {name: t.detach().float().cpu() for name, t in {"video": video, "audio": audio, **grads}.items()}
 
 
-def expected(name: str, whole: torch.Tensor, rules: dict[str, Any], tp: int, rank: int) -> torch.Tensor:
+def share(name: str, whole: torch.Tensor, rules: dict[str, Any], tp: int, rank: int) -> torch.Tensor:
     """A whole tensor cut the way the parameter is."""
     from h3_adapter_diffusers.tensor_parallel import local_shard
     from h3_kernels.binding import Style
@@ -124,7 +124,7 @@ def differences(every: bool, tp: int, rank: int) -> dict[str, list[str]]:
     for form in FORMS:
         found = train(every, tp, rank, form)
         assert found.keys() == whole.keys()
-        shares = {name: expected(name, whole[name], rules, tp, rank) for name in found}
+        shares = {name: share(name, whole[name], rules, tp, rank) for name in found}
         wrong[form] = [name for name, t in found.items() if count_differing(t, shares[name])]
     return wrong
 

@@ -5,15 +5,10 @@ test_tensor_parallel.py.
 """
 
 import os
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent))  # the ranks import their part by name
 
 import diffusers_gpu_ranks as ranks
+import pytest
+import torch
 
 LIMIT = int(os.environ.get("H3_GPUS", "8"))
 GPUS = min(torch.cuda.device_count(), LIMIT) if ranks.WANTED == "cuda" else LIMIT

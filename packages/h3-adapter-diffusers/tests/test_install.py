@@ -148,9 +148,7 @@ def test_a_batch_of_packed_requests_is_each_request_alone(scope):
     """The batch axis replicates a layout: every item has the bits it has alone."""
     model, r = build(), t2va()
     install_h3_training(model, scope=scope)
-    timesteps, indices = r.packed.row_timesteps(0.7, 0.3)
-    names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
-    layout = {name: getattr(r.packed, name) for name in names}
+    arguments = r.packed.arguments(0.7, 0.3)
 
     def run(video, audio, text):
         with torch.no_grad():
@@ -158,9 +156,7 @@ def test_a_batch_of_packed_requests_is_each_request_alone(scope):
                 hidden_states=video,
                 audio_hidden_states=audio,
                 encoder_hidden_states=text,
-                timestep=timesteps,
-                timestep_indices=indices,
-                **layout,
+                **arguments,
             )
 
     other = torch.randn_like(r.video), torch.randn_like(r.audio), torch.randn_like(r.text)

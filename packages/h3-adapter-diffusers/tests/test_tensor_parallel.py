@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from diffusers import TensorParallelConfig
+from diffusers_gpu_ranks import share
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.install import install_h3_training
 from h3_adapter_diffusers.lora import is_wrapper
@@ -64,15 +65,7 @@ def rank_step(scope, every):
 
 def expected(name, whole, rules, tp, rank):
     """A whole gradient cut the way the parameter is."""
-    module = name.rpartition(".")[0].replace(".base_layer", "")
-    target, _, side = module.partition(".lora_")
-    rule = rules.get(target)
-    if rule is None or rule.boundary or not name.endswith("weight"):
-        return whole
-    row = rule.style is Style.ROW
-    if side and (side.startswith("A") != row):
-        return whole
-    return local_shard(torch.from_numpy(whole), rule, tp, rank).numpy()
+    return share(name, torch.from_numpy(whole), rules, tp, rank).numpy()
 
 
 @pytest.fixture(scope="module")

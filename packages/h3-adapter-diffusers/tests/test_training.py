@@ -237,20 +237,16 @@ def batch_gradients(scope, request, others, batches):
     model = lora_model()
     handle = install_h3_training(model, scope=scope)
     packed = request.packed
-    timesteps, indices = packed.row_timesteps(0.6, 0.2)
-    names = ("token_tags", "position_ids", "video_indices", "audio_indices", "text_indices")
-    layout = {name: getattr(packed, name) for name in names}
+    arguments = packed.arguments(0.6, 0.2)
     with backward_session(model):
         for samples in batches:
             streams = [torch.stack([others[s][i] for s in samples]) for i in range(3)]
-            with handle.rows(packed.keys(samples, len(timesteps))):
+            with handle.rows(packed.keys(samples, len(arguments["timestep"]))):
                 out = model(
                     hidden_states=streams[0],
                     audio_hidden_states=streams[1],
                     encoder_hidden_states=streams[2],
-                    timestep=timesteps,
-                    timestep_indices=indices,
-                    **layout,
+                    **arguments,
                 )
             (out.sample.square().sum() + out.audio_sample.square().sum()).backward()
     return grads(model)

@@ -24,14 +24,10 @@ AUDIO_CONDITION_TIMESTEP = 1.0
 
 _SEQUENCE, _TIME = 0, 1  # second column of a logical key: rows of the sequence, or distinct timesteps
 
-_FIELDS = (
-    "position_ids",
-    "token_tags",
-    "video_indices",
-    "audio_indices",
-    "text_indices",
-    "video_update_mask",
-)
+_LAYOUT = ("position_ids", "token_tags", "video_indices", "audio_indices", "text_indices")
+"""Fields of a PackedSequence that Diffusers' forward takes, under the same names."""
+
+_FIELDS = (*_LAYOUT, "video_update_mask")
 
 
 @dataclass(frozen=True)
@@ -160,6 +156,18 @@ class PackedSequence:
         rows[self.audio_indices[~self.audio_generated].cpu()] = max(float(audio_t), AUDIO_CONDITION_TIMESTEP)
         timesteps, indices = torch.unique(rows, sorted=True, return_inverse=True)
         return timesteps, indices
+
+    def arguments(
+        self, video_t: float | Tensor, audio_t: float | Tensor, device: torch.device | str = "cpu"
+    ) -> dict[str, Tensor]:
+        """Keyword arguments of Diffusers' forward that say how rows lie and when: all but the three streams.
+
+        `video_t` and `audio_t` as for `row_timesteps`.
+        """
+        timesteps, indices = self.row_timesteps(video_t, audio_t)
+        laid = {name: getattr(self, name) for name in _LAYOUT}
+        given = {"timestep": timesteps, "timestep_indices": indices, **laid}
+        return {name: tensor.to(device) for name, tensor in given.items()}
 
     def generated_rows(self, stream: str) -> Tensor:
         """Logical index of each `video` or `audio` row among the generated ones, -1 for condition rows; int64

@@ -105,21 +105,16 @@ def velocity(
             raise ReplayError(
                 f"{name} rows must be [{expected}, channels] for this layout, got {tuple(rows.shape)}"
             )
-    device = video.device
-    timesteps, indices = packed.row_timesteps(video_t, audio_t)
-    keyed = nullcontext() if handle is None else handle.rows(packed.keys(sample_id, len(timesteps)))
+    arguments = packed.arguments(video_t, audio_t, video.device)
+    keyed = (
+        nullcontext() if handle is None else handle.rows(packed.keys(sample_id, len(arguments["timestep"])))
+    )
     with keyed:
         video_out, audio_out = model(
             hidden_states=video[None],
             audio_hidden_states=audio[None],
             encoder_hidden_states=text[None],
-            timestep=timesteps.to(device),
-            timestep_indices=indices.to(device),
-            token_tags=packed.token_tags.to(device),
-            position_ids=packed.position_ids.to(device),
-            video_indices=packed.video_indices.to(device),
-            audio_indices=packed.audio_indices.to(device),
-            text_indices=packed.text_indices.to(device),
+            **arguments,
             return_dict=False,
         )
     return video_out[0].float(), audio_out[0].float()
