@@ -155,15 +155,17 @@ def main() -> int:
     seen = environment.collect()
     if seen["head"] == "unknown":
         print(
-            "gpu_matrix: no git history here: set H3_HEAD to the commit this tree was copied from",
+            "gpu_matrix: no commit holds this source: commit it, or without git history set H3_HEAD to the commit "
+            "this tree was copied from",
             file=sys.stderr,
         )
         return 2
     wanted = list(BENCHMARKS) if arguments.only is None else arguments.only
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        no_tests = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
-        tests = no_tests if arguments.no_tests else run_tests(scratch, arguments.gpus, arguments.limit)
+        tests = (
+            evidence.NO_TESTS if arguments.no_tests else run_tests(scratch, arguments.gpus, arguments.limit)
+        )
         results = [
             run_benchmark(
                 BENCHMARKS[name],
