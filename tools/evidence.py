@@ -169,9 +169,12 @@ def newest(found: list[Folder], hardware: str, holds: Callable[[dict[str, Any]],
 
 
 def age(folder: Folder) -> tuple[str, int]:
-    """Sorts folders, oldest first: the day one was made, then the seconds since 1970 of its commit (0 if unknown)."""
-    show = ["git", "-C", str(ROOT), "show", "--no-patch", "--format=%ct", folder.path.parent.name]
-    done = subprocess.run(show, capture_output=True, text=True, check=False)
+    """Sorts folders, oldest first: the day one was made, then how many commits its head has behind it (0 if unknown).
+
+    Not the commit's time: two commits of one second have the same.
+    """
+    count = ["git", "-C", str(ROOT), "rev-list", "--count", folder.path.parent.name]
+    done = subprocess.run(count, capture_output=True, text=True, check=False)
     return str(folder.report["made"]), int(done.stdout) if done.returncode == 0 else 0
 
 
