@@ -112,7 +112,6 @@ def test_results_are_filed_under_the_commit_whose_source_they_ran_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "evidence")
-    monkeypatch.setattr(evidence, "ROOT", tmp_path)
     monkeypatch.setattr(evidence, "claims", lambda: [CLAIM])
     head = git("rev-parse", "HEAD")
     other = {"h3-mapper": "0" * 64}

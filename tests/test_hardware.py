@@ -44,7 +44,7 @@ def test_a_benchmark_for_several_devices_is_not_run_on_one(tmp_path: Path) -> No
     """Its record says why; on enough devices it is told how many there are."""
     benchmark = gpu_matrix.BENCHMARKS["parallel"]
     out = tmp_path / "parallel_h200.json"
-    assert gpu_matrix.run_benchmark(benchmark, out, 1, 1.0) == (
+    assert gpu_matrix.run_benchmark(benchmark, [], {"parallel": out}, 1, 1.0) == (
         [{"benchmark": "parallel", "not_run": "needs 2 GPUs, --gpus is 1"}],
         True,
     )
@@ -55,8 +55,10 @@ def test_a_benchmark_for_several_devices_is_not_run_on_one(tmp_path: Path) -> No
 def test_a_benchmark_that_fails_is_not_taken_for_one_that_ended_well(tmp_path: Path) -> None:
     """The parallel benchmark refuses a machine without the devices it was promised, and leaves no result file."""
     out = tmp_path / "parallel_h200.json"
-    found, well = gpu_matrix.run_benchmark(gpu_matrix.BENCHMARKS["parallel"], out, 8, 120.0)
-    assert (found, well) == ([], False)
+    benchmark = gpu_matrix.BENCHMARKS["parallel"]
+    found, well = gpu_matrix.run_benchmark(benchmark, [], {"parallel": out}, 8, 120.0)
+    assert (found, well) == ([{"benchmark": "parallel", "not_run": "failed with status 2"}], False)
+    assert not out.exists()
 
 
 def test_an_unknown_key_lists_the_known_ones() -> None:

@@ -8,38 +8,28 @@ unknown-head evidence, and says which claims rest on evidence older than the cod
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import subprocess
 import sys
-import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from environment import PACKAGES, ROOT, head, source_digest
+from evidence_files import (
+    EVIDENCE,
+    NO_TESTS,
+    Folder,
+    Tests,
+    folders,
+    joined,
+    place,
+    read,
+    tests_from_junit,
+    write,
+)
 from provenance import changed
-
-EVIDENCE = ROOT / "evidence"
-PARTS = ("environment", "tests", "report")
-NO_TESTS: dict[str, Any] = {"command": "none", "passed": 0, "failed": 0, "skipped": 0, "cases": []}
-
-
-@dataclass(frozen=True)
-class Folder:
-    """One evidence folder and its three parsed files."""
-
-    path: Path
-    environment: dict[str, Any]
-    tests: dict[str, Any]
-    report: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """``<head>/<hardware>``."""
-        return f"{self.path.parent.name}/{self.path.name}"
 
 
 @dataclass(frozen=True)
@@ -64,65 +54,6 @@ class Standing:
         return f"evidence {head} was made with today's source"
 
 
-def digest(environment: dict[str, Any], tests: dict[str, Any], records: list[dict[str, Any]]) -> str:
-    """SHA-256 over the canonical JSON (sorted keys, no spaces) of the three parts of a run."""
-    text = json.dumps([environment, tests, records], sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def tests_from_junit(path: Path, command: str) -> dict[str, Any]:
-    """A pytest JUnit file as tests.json: every case with its outcome and seconds."""
-    cases = []
-    # The file is pytest's own output of this run, not an untrusted document.
-    for case in ET.parse(path).getroot().iter("testcase"):
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        name = f"{case.get('classname')}::{case.get('name')}"
-        cases.append({"name": name, "outcome": outcome, "seconds": float(case.get("time", 0))})
-    counts = {
-        kind: sum(case["outcome"] == kind for case in cases) for kind in ("passed", "failed", "skipped")
-    }
-    return {"command": command, **counts, "cases": cases}
-
-
-def write(
-    folder: Path,
-    hardware: str,
-    environment: dict[str, Any],
-    tests: dict[str, Any],
-    records: list[dict[str, Any]],
-) -> Path:
-    """Write the three files of one run into ``folder/<head>/<hardware>``; returns that path."""
-    target = folder / str(environment["head"]) / hardware
-    target.mkdir(parents=True, exist_ok=True)
-    report = {
-        "schema": 1,
-        "head": environment["head"],
-        "hardware": hardware,
-        "made": datetime.now(UTC).date().isoformat(),
-        "records": records,
-        "digest": digest(environment, tests, records),
-    }
-    for part, value in zip(PARTS, (environment, tests, report), strict=True):
-        (target / f"{part}.json").write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
-    return target
-
-
-def folders(root: Path = EVIDENCE) -> list[Folder]:
-    """Every evidence folder below `root`, sorted; a folder that lacks a file or holds bad JSON raises ValueError."""
-    found = []
-    for path in sorted(path for path in root.glob("*/*") if path.is_dir()):
-        parts = {}
-        for part in PARTS:
-            file = path / f"{part}.json"
-            try:
-                parts[part] = json.loads(file.read_text())
-            except (OSError, json.JSONDecodeError) as error:
-                raise ValueError(f"{file}: not readable evidence ({error})") from error
-        found.append(Folder(path, **parts))
-    return found
-
-
 def problems(folder: Folder, schema: dict[str, Any]) -> list[str]:
     """What is wrong with one folder: schema, digest, head, figure. Empty when nothing is."""
     import jsonschema
@@ -134,7 +65,7 @@ def problems(folder: Folder, schema: dict[str, Any]) -> list[str]:
     ]
     if wrong:
         return wrong
-    if digest(folder.environment, folder.tests, folder.report["records"]) != folder.report["digest"]:
+    if folder.edited:
         wrong.append(
             f"{folder.name}: the digest does not match the contents; evidence is never edited, run it again"
         )
@@ -218,32 +149,59 @@ def check() -> int:
     return 1 if wrong else 0
 
 
-def file_results(hardware: str, named: list[str], commit: str, tests: dict[str, Any]) -> int:
+def file_results(hardware: str, named: list[str], commit: str, tests: Tests, add: bool = False) -> int:
     """File result files (``NAME=FILE``) as evidence of `commit`, whose source each must have run on."""
     import records
-    from figures import speed_figure
 
     made: list[dict[str, Any]] = []
     for name, _, path in (item.partition("=") for item in named):
         for record in records.load(Path(path)):
             other = changed(record["environment"], commit, rests_on(name))
             if other:
-                print(
-                    f"evidence: {path} was measured with other source of {', '.join(other)} than {commit} has: "
-                    "run it again",
-                    file=sys.stderr,
+                return refused(
+                    f"{path} was measured with other source of {', '.join(other)} than {commit} has: run it again"
                 )
-                return 1
             made.append({"benchmark": name, **record})
-    environment = {**made[0]["environment"], "head": commit}
-    target = write(EVIDENCE, hardware, environment, tests, made)
-    speed_figure(made, target / "figure.png", f"{hardware} at {commit[:12]}")
-    print(f"evidence: {len(made)} records in {target.relative_to(ROOT)}")
+    if not made:
+        return refused(f"no record in {', '.join(named)}: name result files as NAME=FILE")
+    return put(hardware, {**made[0]["environment"], "head": commit}, tests, made, add)
+
+
+def add_folder(path: Path) -> int:
+    """Add a run's evidence folder, made elsewhere, to the repository's at its head and hardware."""
+    try:
+        folder = read(path)
+    except ValueError as error:
+        return refused(str(error))
+    if folder.edited:
+        return refused(f"{path}: the digest does not match the contents, nothing is added: run it again")
+    return put(path.resolve().name, folder.environment, folder.tests, folder.report["records"], add=True)
+
+
+def put(
+    hardware: str, environment: dict[str, Any], tests: Tests, made: list[dict[str, Any]], add: bool
+) -> int:
+    """Write a run, with what its folder held before where it may be added to it."""
+    try:
+        before = place(EVIDENCE, hardware, environment, add)
+        tests, whole = joined(before, tests, made)
+    except ValueError as error:
+        return refused(str(error))
+    target = write(EVIDENCE, hardware, before.environment if before else environment, tests, whole)
+    print(
+        f"evidence: {len(whole)} records and {len(tests['cases'])} tests in {target.relative_to(EVIDENCE.parent)}"
+    )
     return 0
 
 
+def refused(why: str) -> int:
+    """Say why nothing is filed; the exit status for it."""
+    print(f"evidence: {why}", file=sys.stderr)
+    return 1
+
+
 def main() -> int:
-    """Command line: ``check``, or ``file HARDWARE NAME=FILE... [--head COMMIT] [--junit FILE --tests COMMAND]``."""
+    """Command line: ``check``, ``file HARDWARE NAME=FILE... [--head --junit --tests --add]``, ``add FOLDER``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,11 +215,19 @@ def main() -> int:
     )
     filing.add_argument("--junit", type=Path, help="pytest's JUnit file of the tests run beside them")
     filing.add_argument("--tests", default="none", help="the command that wrote the JUnit file")
+    filing.add_argument("--add", action="store_true", help="to the folder that is there, what it lacks")
+    adding = commands.add_parser(
+        "add", help="add a run's folder, made elsewhere, to the one of its head here"
+    )
+    adding.add_argument("folder", type=Path, help="<head>/<hardware> as gpu_matrix.py wrote it")
     arguments = parser.parse_args()
     if arguments.command == "check":
         return check()
+    if arguments.command == "add":
+        return add_folder(arguments.folder)
     tests = NO_TESTS if arguments.junit is None else tests_from_junit(arguments.junit, arguments.tests)
-    return file_results(arguments.hardware, arguments.results, arguments.head or head(), tests)
+    commit = arguments.head or head()
+    return file_results(arguments.hardware, arguments.results, commit, tests, arguments.add)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,16 @@ class Writer:
 
 
 def write(path: Path, records: Iterable[Record], environment: Record | None = None) -> None:
-    """Write `records` to `path`, each with its environment (collected now if not given); replaces the file."""
+    """Write `records` to `path`, each with its environment (collected now if not given).
+
+    Replaces the file at once: a process that is killed meanwhile leaves the file of the record before.
+    """
     environment = environment or collect()
     whole = [{**record, "environment": environment} for record in records]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(whole, indent=1) + "\n")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(json.dumps(whole, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def load(path: Path) -> list[Record]:

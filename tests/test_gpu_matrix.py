@@ -1,0 +1,430 @@
+"""A GPU run in parts: what each step reached is filed whatever becomes of it, and a folder takes only what it lacks.
+
+Devices, packages and benchmarks are stand-ins; the runner, its processes and the files it writes are the real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import evidence_files
+import gpu_matrix
+import gpu_steps
+import pytest
+import records
+from environment import PACKAGES
+from gpu_steps import BENCHMARKS, Benchmark, Limits, plan, run_benchmark
+from provenance import source_digest_at
+
+import evidence
+
+ROOT = Path(__file__).parent.parent
+SCHEMA = json.loads((ROOT / "evidence" / "schema.json").read_text())
+
+SEEN = {"head": "unknown"}
+
+PASSES = "import pytest\npytestmark = pytest.mark.gpu\ndef test_one(): pass\n"
+CRASHES = f"import os\n{PASSES}def test_two(): os.abort()\ndef test_three(): pass\n"
+FAILS = f"{PASSES}def test_two(): assert False\n"
+
+WRITES = """
+import argparse, sys, time
+from pathlib import Path
+from records import Writer
+parser = argparse.ArgumentParser()
+parser.add_argument("--out", type=Path)
+parser.add_argument("--gates", type=Path)
+arguments = parser.parse_args()
+writer = Writer(arguments.out)
+"""
+ONE = WRITES + 'writer.add({"ratio": 0.9})\n'
+TWO_THEN_SLEEPS = ONE + 'writer.add({"ratio": 0.8})\ntime.sleep(60)\nwriter.add({"ratio": 0.7})\n'
+SLEEPS_THEN_ONE = WRITES + 'time.sleep(60)\nwriter.add({"ratio": 0.9})\n'
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """`main` takes SIGTERM for an interruption; the test run keeps its own meaning of it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The environment of every run: HEAD's source on a device that is always there. A test may change it."""
+    done = subprocess.run(
+        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+    )
+    head = done.stdout.strip()
+    found: dict[str, Any] = {
+        "python": "3.12",
+        "system": "Linux",
+        "cpu": "x",
+        "cores": 2,
+        "software": {"torch": "2.11.0"},
+        "gpu": {"name": "NVIDIA H200", "clocks.sm": "1980 MHz"},
+        "head": head,
+        "sources": {name: source_digest_at(head, name) for name in PACKAGES},
+    }
+    monkeypatch.setattr(gpu_matrix, "require", lambda key, gpus: None)
+    monkeypatch.setattr(gpu_matrix.environment, "collect", lambda: found)
+    return found
+
+
+@pytest.fixture
+def benchmark_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Benchmark]:
+    """Puts a script in the place of a benchmark of the table."""
+
+    def put(name: str, text: str, **options: Any) -> Benchmark:
+        script = tmp_path / f"{name}.py"
+        script.write_text(text)
+        made = Benchmark(name, str(script), **options)
+        monkeypatch.setitem(BENCHMARKS, name, made)
+        return made
+
+    return put
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts files of tests in the place of the packages'."""
+
+    def put(**files: str) -> None:
+        root = tmp_path / "tree"
+        for name in PACKAGES:
+            (root / "packages" / name).mkdir(parents=True, exist_ok=True)
+            text = files.get(name.replace("-", "_"), PASSES)
+            (root / "packages" / name / "test_gpu.py").write_text(text)
+        (root / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+        monkeypatch.setattr(gpu_steps, "ROOT", root)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
+
+    return put
+
+
+def matrix(tmp_path: Path, *words: str) -> int:
+    return gpu_matrix.main(["h200", "--out", str(tmp_path / "evidence"), *words])
+
+
+def filed(tmp_path: Path) -> evidence.Folder:
+    (folder,) = evidence.folders(tmp_path / "evidence")
+    assert evidence.problems(folder, SCHEMA) == []
+    return folder
+
+
+def outcomes(folder: evidence.Folder) -> dict[str, str]:
+    return {case["name"].partition("packages/")[2]: case["outcome"] for case in folder.tests["cases"]}
+
+
+def test_a_package_that_crashes_loses_no_others_outcomes_nor_those_it_had_reached(
+    tmp_path: Path, seen: dict[str, Any], packages: Callable[..., None]
+) -> None:
+    packages(h3_kernels=CRASHES)
+    assert matrix(tmp_path, "--only") == 1
+    folder = filed(tmp_path)
+    kernels = "h3-kernels/test_gpu.py::test_"
+    others = {f"{name}/test_gpu.py::test_one": "passed" for name in PACKAGES}
+    assert outcomes(folder) == others | {f"{kernels}two": "failed"}
+    assert "killed by signal 6" in folder.tests["command"]
+    assert evidence_files.tested(folder.tests) == set(PACKAGES)
+
+
+@pytest.mark.parametrize(("text", "status", "failed"), [(PASSES, 0, 0), (FAILS, 1, 1)])
+def test_a_package_that_ends_by_itself_has_its_cases_and_no_other(
+    tmp_path: Path, seen: dict[str, Any], packages: Callable[..., None], text: str, status: int, failed: int
+) -> None:
+    packages(h3_mapper=text)
+    assert matrix(tmp_path, "--only", "--tests", "h3-mapper") == status
+    folder = filed(tmp_path)
+    assert (folder.tests["passed"], folder.tests["failed"]) == (1, failed)
+    assert "(" not in folder.tests["command"]
+
+
+@pytest.mark.parametrize("text", ["import nothing_of_this_name\n", "import os\nos._exit(0)\n"])
+def test_a_package_whose_tests_cannot_be_collected_is_a_failure(
+    tmp_path: Path, seen: dict[str, Any], packages: Callable[..., None], text: str
+) -> None:
+    packages(h3_mapper=text)
+    assert matrix(tmp_path, "--only", "--tests", "h3-mapper") == 1
+    assert "failed" in outcomes(filed(tmp_path)).values()
+
+
+def test_an_interrupted_benchmark_leaves_what_it_reached_and_one_that_wrote_nothing_says_so(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    benchmark_of("gemm", TWO_THEN_SLEEPS)
+    benchmark_of("sync", SLEEPS_THEN_ONE)
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm", "sync", "--limit", "6", "sync=3") == 1
+    found = filed(tmp_path).report["records"]
+    assert [r.get("ratio") for r in found if r["benchmark"] == "gemm"] == [0.9, 0.8, None]
+    assert found[2] == {"benchmark": "gemm", "incomplete": "interrupted after 6 s"}
+    assert found[3] == {"benchmark": "sync", "not_run": "interrupted after 3 s"}
+
+
+def test_the_processes_a_step_started_end_with_it(tmp_path: Path) -> None:
+    """A rank that lives on would hold the device of the next step."""
+    script = tmp_path / "ranks.py"
+    child = [sys.executable, "-c", "import time; time.sleep(60)"]
+    script.write_text(
+        f"import subprocess, time\nprint(subprocess.Popen({child}).pid, flush=True, file=open('pid', 'w'))\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); exec(open('ranks.py').read())"]
+    assert gpu_steps.run(command, 1, 3.0) is None
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(50):
+        if not alive(pid):
+            break
+        time.sleep(0.1)
+    assert not alive(pid)
+    other = subprocess.Popen(child)
+    assert alive(other.pid)
+    other.kill()
+    other.wait()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_record_that_did_not_pass_is_no_good_end(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    for passed, status in (("True", 0), ("False", 1)):
+        benchmark_of("gemm", WRITES + f'writer.add({{"passed": {passed}}})\n')
+        assert matrix(tmp_path / passed, "--no-tests", "--only", "gemm") == status
+
+
+def test_a_benchmark_runs_others_on_its_own_models(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    """In one process, each with its own result file; alone, such a one has its own script."""
+    benchmark_of("step", ONE + 'Writer(arguments.gates).add({"case": "a"})\n', beside={"gates": "--gates"})
+    results = tmp_path / "results"
+    words = ("--no-tests", "--results", str(results), "--only")
+    assert matrix(tmp_path, *words, "step", "gates") == 0
+    assert evidence_files.measured(filed(tmp_path).report["records"]) == {"step", "gates"}
+    assert sorted(path.name for path in results.iterdir()) == ["gates_h200.json", "step_h200.json"]
+    assert [(b.name, beside) for b, beside in plan(["gates", "step"])] == [("step", ["gates"])]
+    assert [(b.name, beside) for b, beside in plan(["gates"])] == [("gates", [])]
+
+
+def test_the_tables_scripts_take_the_options_they_are_given() -> None:
+    for benchmark in BENCHMARKS.values():
+        text = (ROOT / benchmark.script).read_text()
+        options = ("--out", *benchmark.beside.values(), *(("--gpus",) if benchmark.gpus > 1 else ()))
+        assert all(f'"{option}"' in text for option in options), benchmark.name
+        assert set(benchmark.beside) <= set(BENCHMARKS)
+
+
+def test_every_claim_on_a_gpu_is_made_by_a_benchmark_of_the_table() -> None:
+    claimed = {claim["benchmark"] for claim in evidence.claims() if claim["hardware"] != "cpu"}
+    assert claimed <= set(BENCHMARKS)
+    assert "mapper" not in BENCHMARKS
+
+
+def test_limits_are_a_steps_own_the_common_one_and_never_past_the_budget() -> None:
+    limits = Limits.of([("", 300.0), ("step", 500.0)], float("inf"))
+    assert (limits.seconds("gemm"), limits.seconds("step")) == (300.0, 500.0)
+    tight = Limits.of([("step", 500.0)], 125.0)
+    assert 90.0 < tight.seconds("step") <= 100.0
+    assert 90.0 < tight.seconds("gemm") <= 100.0
+    assert Limits.of([], 10.0).seconds("step") == 0.0
+
+
+def test_a_spent_budget_runs_nothing_and_says_so(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    benchmark_of("gemm", ONE)
+    assert matrix(tmp_path, "--tests", "h3-mapper", "--only", "gemm", "--budget", "10") == 1
+    folder = filed(tmp_path)
+    assert "budget was spent" in folder.tests["command"]
+    assert folder.report["records"] == [{"benchmark": "gemm", "not_run": "the run's budget was spent"}]
+
+
+def test_a_limit_for_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu_matrix.parse(["h200", "--limit", "stpe=3"])
+    assert "no step 'stpe'" in capsys.readouterr().err
+    assert gpu_matrix.parse(["h200", "--limit", "9", "step=3"]).limit == [("", 9.0), ("step", 3.0)]
+
+
+@pytest.fixture
+def first(
+    tmp_path: Path,
+    seen: dict[str, Any],
+    benchmark_of: Callable[..., Benchmark],
+    packages: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> evidence.Folder:
+    """A run's folder: the benchmark gemm, and that sync could not run."""
+    benchmark_of("gemm", ONE)
+    benchmark_of("sync", ONE, needs=("nothing_of_this_name",))
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm", "sync") == 0
+    benchmark_of("sync", ONE)
+    packages()
+    capsys.readouterr()
+    return filed(tmp_path)
+
+
+def test_a_second_run_adds_what_the_folder_lacks(first: evidence.Folder, tmp_path: Path) -> None:
+    """Its tests, and the benchmark that could not run before."""
+    assert matrix(tmp_path, "--add", "--only", "sync", "--tests", "h3-mapper", "h3-kernels") == 0
+    second = filed(tmp_path)
+    assert [r["benchmark"] for r in second.report["records"]] == ["gemm", "sync"]
+    assert second.tests["passed"] == 2
+    assert matrix(tmp_path, "--add", "--only", "--tests", "h3-adapter-vllm") == 0
+    third = filed(tmp_path)
+    assert third.report["records"] == second.report["records"]
+    assert third.tests["passed"] == 3
+    assert third.tests["command"].count("-m pytest") == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "--add puts in what it lacks"),
+        (("--add",), "holds gemm already"),
+    ],
+)
+def test_a_folder_is_not_written_over(
+    first: evidence.Folder,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm", *words) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
+    assert filed(tmp_path) == first
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"software": {"torch": "2.12.0"}}, "other software"),
+        ({"gpu": {"name": "NVIDIA H100"}}, "other gpu"),
+        ({"sources": {}}, "other sources"),
+        ({"gpu": {"name": "NVIDIA H200", "clocks.sm": "345 MHz"}, "cores": 8}, ""),
+    ],
+)
+def test_only_a_run_of_the_same_source_software_and_device_is_added(
+    first: evidence.Folder,
+    seen: dict[str, Any],
+    tmp_path: Path,
+    change: dict[str, Any],
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Clocks and the host may differ: the last case is added."""
+    seen |= change
+    assert matrix(tmp_path, "--add", "--no-tests", "--only", "sync") == (2 if says else 0)
+    assert says in capsys.readouterr().err
+    assert (filed(tmp_path) == first) == bool(says)
+
+
+def test_an_edited_folder_is_not_added_to(
+    first: evidence.Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = first.path / "report.json"
+    report.write_text(report.read_text().replace("0.9", "0.8"))
+    assert matrix(tmp_path, "--add", "--no-tests", "--only", "sync") == 2
+    assert "digest does not match" in capsys.readouterr().err
+
+
+def test_folders_of_several_machines_become_one(
+    first: evidence.Folder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`evidence.py add`; the same folder again is refused."""
+    assert matrix(tmp_path / "other", "--only", "sync", "--tests", "h3-mapper") == 0
+    (other,) = evidence.folders(tmp_path / "other" / "evidence")
+    with monkeypatch.context() as patch:
+        patch.setattr(evidence, "EVIDENCE", tmp_path / "filed")
+        assert [evidence.add_folder(path) for path in (first.path, other.path, other.path)] == [0, 0, 1]
+    assert "holds h3-mapper, sync already" in capsys.readouterr().err
+    (whole,) = evidence.folders(tmp_path / "filed")
+    assert evidence.problems(whole, SCHEMA) == []
+    assert evidence_files.measured(whole.report["records"]) == {"gemm", "sync"}
+    assert whole.tests["passed"] == 1
+
+
+def test_a_termination_stops_the_step_and_keeps_the_steps_before(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    benchmark_of("gemm", ONE)
+    benchmark_of(
+        "sync", WRITES + "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(60)\n"
+    )
+    start = time.monotonic()
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm", "sync") == 1
+    assert time.monotonic() - start < 30
+    assert [r["benchmark"] for r in filed(tmp_path).report["records"]] == ["gemm"]
+
+
+def test_a_process_killed_while_it_writes_leaves_the_record_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    records.write(path, [{"a": 1}], SEEN)
+
+    def torn(self: Path, text: str) -> int:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(KeyboardInterrupt):
+        records.write(path, [{"a": 1}, {"a": 2}], SEEN)
+    assert records.load(path) == [{"a": 1, "environment": SEEN}]
+    with pytest.raises(KeyboardInterrupt):
+        path.write_text('{"half": 1}')
+    with pytest.raises(json.JSONDecodeError):
+        records.load(path)
+
+
+@pytest.mark.engine
+def test_the_longest_benchmark_leaves_whole_records_when_it_is_interrupted(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    words = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / BENCHMARKS["step"].script),
+        "--smoke",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    try:
+        while not out.exists() and process.poll() is None:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    finally:
+        process.kill()
+    assert records.load(out)
+
+
+def test_a_script_that_is_missing_is_said(tmp_path: Path, benchmark_of: Callable[..., Benchmark]) -> None:
+    made = benchmark_of("gemm", ONE)
+    Path(made.script).unlink()
+    found, well = run_benchmark(made, [], {"gemm": tmp_path / "gemm.json"}, 1, 60.0)
+    assert (found, well) == ([{"benchmark": "gemm", "not_run": "failed with status 2"}], False)
