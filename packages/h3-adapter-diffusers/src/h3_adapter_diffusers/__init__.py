@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from h3_adapter_diffusers.captured import CapturedSteps, capture_steps
     from h3_adapter_diffusers.cps import Transition, joint_log_prob, log_prob, transition
     from h3_adapter_diffusers.errors import (
         BoundModelError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "BoundModelError": "errors",
+    "CapturedSteps": "captured",
     "H3AdapterError": "errors",
     "Handle": "install",
     "InputError": "errors",
@@ -37,6 +39,7 @@ _HOME = {
     "Step": "training",
     "Transition": "cps",
     "base_state": "weights",
+    "capture_steps": "captured",
     "handle_of": "install",
     "install_h3_training": "install",
     "joint_log_prob": "cps",
@@ -50,6 +53,7 @@ _HOME = {
 
 __all__ = [
     "BoundModelError",
+    "CapturedSteps",
     "H3AdapterError",
     "Handle",
     "InputError",
@@ -61,6 +65,7 @@ __all__ = [
     "Step",
     "Transition",
     "base_state",
+    "capture_steps",
     "handle_of",
     "install_h3_training",
     "joint_log_prob",

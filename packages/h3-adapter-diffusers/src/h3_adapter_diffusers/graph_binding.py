@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from h3_kernels import graph
+from h3_kernels.attention_providers import requested
 from h3_kernels.audit import Auditor, AuditRow
 from h3_kernels.binding import Binding, Bound, External, Ran, Refused, served
 from h3_kernels.graph import (
@@ -25,16 +26,18 @@ from h3_kernels.graph import (
     Replays,
     Session,
     Stage,
+    Step,
+    StepGraphs,
     Tracer,
     diffusers_inputs,
 )
 from h3_kernels.graph.settings import replacement_name, requested_operator
-from h3_kernels.modes import Mode, eager
+from h3_kernels.modes import Mode, capturing, eager
 from h3_kernels.trace import fingerprint
 from h3_mapper.apply import diffusers_to_native
 from torch import Tensor, nn
 
-from h3_adapter_diffusers import provider_ops
+from h3_adapter_diffusers import provider_ops, step_capture
 from h3_adapter_diffusers.bindings import BLOCK_LISTS
 from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.graph_lora import diffusers_terms, strict_terms, with_terms, wrapped_sites
@@ -78,9 +81,12 @@ class GraphBinding:
         reasons = reasons or provider_obstacles(sites, settings)
         if reasons:
             raise InstallError(reasons)
+        self._draws = settings.mode is not Mode.STRICT or bool(self._overlay)  # maybe random numbers
         self._auditors = {n.name: Auditor() for n in self._dit.nodes} if settings.mode is Mode.AUDIT else {}
         self._record = _Record()
         self._replays = Replays()
+        self.steps: StepGraphs | None = None
+        """Where training steps are captured, if they are (`captured.capture_steps`)."""
         self._replaced: dict[str, tuple[nn.Module, object]] = {}
         self._fused: tuple[bool, ...] | None = None
         self._signature = inspect.signature(type(model).forward)
@@ -158,6 +164,9 @@ class GraphBinding:
     def remove(self) -> list[str]:
         """Restore Diffusers' forwards; the names of those that something else has taken since."""
         self._replays = Replays()
+        if self.steps is not None:
+            self.steps.release()
+            self.steps = None
         return [name for name, (module, ours) in self._replaced.items() if not restore(module, ours)]
 
     def _replace(self, name: str, module: nn.Module, ours: object) -> None:
@@ -188,12 +197,11 @@ class GraphBinding:
                 " it on the adapter (set_adapters(weights=...))"
             )
         inputs = diffusers_inputs(call, self._settings.ring.keys.get("packed")).canonical()
-        settings = self._graph_settings(self._replacements(inputs))
-        if self._record.watcher is None and self._replays.serves(inputs, settings) and not self._hooked():
-            places = self._tensors.places()
-            video, audio = self._replays.run(self._dit, self._weights, inputs, settings, places)
+        steps = self._steps_for(inputs)
+        if steps is None:
+            video, audio = self._launched(inputs)
         else:
-            video, audio = self._run(self._dit.begin(self._weights, inputs, settings))
+            video, audio = steps.run(self._step(), inputs)
         batch = call["hidden_states"].shape[0]
         outputs = tuple(rows.view(batch, -1, rows.shape[1]) for rows in (video, audio))
         if not call.get("return_dict", True):
@@ -203,6 +211,29 @@ class GraphBinding:
         )
 
         return MiniMaxH3TransformerOutput(sample=outputs[0], audio_sample=outputs[1])
+
+    def _launched(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        settings = self._graph_settings(self._replacements(inputs))
+        if self._record.watcher is None and self._replays.serves(inputs, settings) and not self._hooked():
+            places = self._tensors.places()
+            return self._replays.run(self._dit, self._weights, inputs, settings, places)
+        return self._run(self._dit.begin(self._weights, inputs, settings))
+
+    def capture_obstacles(self) -> list[str]:
+        """Why steps of this model cannot be captured, one line each; empty if they can."""
+        captured = ["steps are captured already; release() them first"] if self.steps is not None else []
+        return captured + step_capture.obstacles(self._model, self._settings, self._overlay)
+
+    def _steps_for(self, inputs: PackedInputs) -> StepGraphs | None:
+        """The captured steps, if this forward is one: with something to train, not watched, not inside a capture."""
+        if self.steps is None or self._record.watcher is not None or not torch.is_grad_enabled():
+            return None
+        return None if capturing(inputs.positions.device) else self.steps
+
+    def _step(self) -> Step:
+        step_capture.refuse_surroundings(self._model, hooked=self._hooked())
+        fixed = requested(self._settings.attention), self._fused
+        return step_capture.step_of(self._model, self._launched, wrapped_sites(self._linears), fixed)
 
     def _hooked(self) -> bool:
         """Whether something surrounds the blocks (FSDP2, offload, a wrapper), so that they must be called."""
@@ -224,7 +255,9 @@ class GraphBinding:
             reads = (session, *(slots[name] for name in stage.reads))
             owner = self._model.token_refiner if stage.name.startswith("token_refiner") else self._model
             recompute = torch.is_grad_enabled() and owner.gradient_checkpointing
-            outputs = owner._gradient_checkpointing_func(block, *reads) if recompute else block(*reads)
+            outputs = (
+                step_capture.recompute(owner, self._draws)(block, *reads) if recompute else block(*reads)
+            )
             slots.update(zip(stage.writes, outputs, strict=True))
         video, audio = graph.table.OUTPUT_SLOTS
         return slots[video], slots[audio]

@@ -32,6 +32,10 @@ class SessionError(H3KernelsError, RuntimeError):
     """A backward session that is nested, incomplete, already finished, or met by a call it cannot record."""
 
 
+class CaptureError(H3KernelsError, RuntimeError):
+    """A training step that cannot be captured in CUDA graphs, or a backward whose replay would read something else."""
+
+
 class ModeError(H3KernelsError, ValueError):
     """A mode that is not one of off, strict and audit."""
 

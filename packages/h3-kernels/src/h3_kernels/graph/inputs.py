@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class PackedInputs:
     keys: LogicalKeys | None = None
     rope: Tensor | None = None
     _row_keys: dict[str, LogicalKeys] = field(default_factory=dict, init=False, repr=False)
+    _canonical: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         rows = self.rows
@@ -88,15 +89,49 @@ class PackedInputs:
         Outputs are selected by position, so they keep the order of ``video`` and ``audio``. Two packings that differ
         by a permutation of rows inside documents become one. Without keys, returns self.
         """
-        if self.keys is None:
+        if self.keys is None or self._canonical:
             return self
         sorted_rows = self if self.keys.order is None else self._sorted(self.keys)
         text_order = _document_order(sorted_rows.text_positions.unsqueeze(1), self.text_cu_seqlens)
-        return replace(
+        laid = replace(
             sorted_rows,
             text=self.text[text_order],
             text_positions=sorted_rows.text_positions[text_order],
         )
+        object.__setattr__(laid, "_canonical", True)
+        return laid
+
+    def fixed(self) -> Hashable:
+        """What a graph captured over these rows has fixed: shapes, dtypes, the host's numbers, the order of the keys.
+
+        With keys that do not ascend as the rows lie, reads their order back.
+        """
+        given = (getattr(self, name) for name in TENSORS)
+        shapes = tuple(None if t is None else (tuple(t.shape), t.dtype, t.device) for t in given)
+        return shapes, self.max_seqlen, self.text_max_seqlen, self._orders()
+
+    def _orders(self) -> Hashable:
+        if self.keys is None:
+            return None
+        found = (self.row_keys(rows) for rows in _ROW_SETS)
+        orders = (None if keys is None else keys.order for keys in found)
+        return tuple(None if order is None else order.cpu().numpy().tobytes() for order in orders)
+
+    def own(self) -> PackedInputs:
+        """The same rows in memory of their own, without gradients, under the same keys."""
+        given = {name: getattr(self, name) for name in TENSORS}
+        copies: dict[str, Any] = {n: None if t is None else t.detach().clone() for n, t in given.items()}
+        copy = replace(self, **copies)
+        copy._row_keys.update(self._row_keys)
+        object.__setattr__(copy, "_canonical", self._canonical)
+        return copy
+
+    def fill(self, given: PackedInputs) -> None:
+        """Copy the values of ``given``, whose shapes are the same, into these tensors."""
+        for name in TENSORS:
+            mine, theirs = getattr(self, name), getattr(given, name)
+            if mine is not None:
+                mine.copy_(theirs)
 
     def _sorted(self, keys: LogicalKeys) -> PackedInputs:
         order = _document_order(keys.keys, self.cu_seqlens)
@@ -113,6 +148,10 @@ class PackedInputs:
             keys=LogicalKeys(keys.keys[order]),
             rope=None if self.rope is None else self.rope[order],
         )
+
+
+TENSORS = tuple(f.name for f in fields(PackedInputs) if f.type in {"Tensor", "Tensor | None"})
+_ROW_SETS = ("packed", "text", "video", "audio")
 
 
 def _document_order(keys: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h3_kernels import fc1_swiglu as one_launch
 from h3_kernels import nodes
 from h3_kernels.attention_providers import AttentionCall
 from h3_kernels.attention_providers import choose as choose_attention
@@ -94,6 +95,25 @@ def _projection(run: Run, node: Node, x: Tensor) -> Results:
     width = linear.outputs[0][2] - linear.outputs[0][1]
     blocks = [nodes.column_blocks(product, product.shape[1] // width) for product in products]
     return tuple(blocks[which][start // width] for which, start, _ in linear.outputs)
+
+
+def fc1_swiglu(run: Run, node: Node, x: Tensor) -> Tensor | None:
+    """SwiGLU's output of ``node`` (an fc1) and the SwiGLU behind it in one launch.
+
+    None where the two run apart: with gradients, for a provider asked for by name, a linear in pieces or with a bias,
+    and what `h3_kernels.fc1_swiglu` does not serve.
+    """
+    if torch.is_grad_enabled() or run.settings.provider != "auto":
+        return None
+    linear = run.weights.linear(node.name)
+    weight, gate = linear.weights[0], linear.outputs[0]
+    if len(linear.weights) > 1 or linear.biases[0] is not None:
+        return None
+    _is_shard(node, "columns", weight.shape[0], node.width, run.settings.tp)
+    x, gate_first = x.to(weight.dtype), gate[1] == 0
+    if not one_launch.served(x, weight, gate_first=gate_first):
+        return None
+    return one_launch.fc1_swiglu(x, weight, gate_first=gate_first)
 
 
 def _row_parallel(run: Run, node: Node, x: Tensor) -> Results:

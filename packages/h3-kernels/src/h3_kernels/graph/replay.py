@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,8 +35,6 @@ GRAPHS = 8
 """Graphs kept, the oldest goes first. They share one pool of memory, as no two of them run at once."""
 
 Velocities = tuple[Tensor, Tensor]
-
-_TENSORS = tuple(f.name for f in fields(PackedInputs) if f.type in {"Tensor", "Tensor | None"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Replays:
         inputs = replace(inputs, keys=None)
         key = (
             places,
-            _shapes(inputs),
+            inputs.fixed(),
             settings.contract,
             settings.provider,
             settings.attention,
@@ -94,10 +92,7 @@ class Replays:
         device = inputs.positions.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             captured = self._known[key] or self._capture(key, dit, weights, inputs, settings)
-            for name in _TENSORS:
-                own, given = getattr(captured.inputs, name), getattr(inputs, name)
-                if own is not None:
-                    own.copy_(given)
+            captured.inputs.fill(inputs)
             captured.graph.replay()
             video, audio = captured.outputs
             return video.clone(), audio.clone()
@@ -105,11 +100,9 @@ class Replays:
     def _capture(
         self, key: Hashable, dit: PackedDiT, weights: WeightsView, inputs: PackedInputs, settings: Settings
     ) -> _Captured:
-        given = {name: getattr(inputs, name) for name in _TENSORS}
-        cloned: dict[str, Any] = {name: None if t is None else t.clone() for name, t in given.items()}
-        own = replace(inputs, **cloned)
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        own, graph = inputs.own(), torch.cuda.CUDAGraph()
+        if not len(self):  # torch does not revive a pool whose last graph is gone
+            self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             outputs = dit.run(weights, own, settings)
         captured = _Captured(graph, own, outputs)
@@ -121,10 +114,3 @@ class Replays:
         while len(self._known) >= GRAPHS:
             del self._known[next(iter(self._known))]
         self._known[key] = captured
-
-
-def _shapes(inputs: PackedInputs) -> Hashable:
-    """What a graph has fixed of its inputs: shapes, dtypes and the host's numbers."""
-    given = (getattr(inputs, name) for name in _TENSORS)
-    tensors = tuple(None if t is None else (tuple(t.shape), t.dtype, t.device) for t in given)
-    return tensors, inputs.max_seqlen, inputs.text_max_seqlen

@@ -10,10 +10,18 @@ from torch.utils.checkpoint import checkpoint
 
 from h3_kernels import nodes
 from h3_kernels.errors import InputError
+from h3_kernels.fc1_swiglu import NAME as FC1_SWIGLU
 from h3_kernels.graph.checks import check_rows
 from h3_kernels.graph.config import DiTConfig
 from h3_kernels.graph.inputs import PackedInputs
-from h3_kernels.graph.operations import OPERATIONS, Constants, Run, actual_operator, gated_residual_norm
+from h3_kernels.graph.operations import (
+    OPERATIONS,
+    Constants,
+    Run,
+    actual_operator,
+    fc1_swiglu,
+    gated_residual_norm,
+)
 from h3_kernels.graph.settings import Results, Settings, replacement_name, requested_operator
 from h3_kernels.graph.table import INPUT_SLOTS, OUTPUT_SLOTS, Node, Stage, build_stages
 from h3_kernels.graph.weights import WeightsView
@@ -107,13 +115,11 @@ class Session:
     def _stage(self, stage: Stage, *reads: Tensor) -> Results:
         slots = dict(zip(stage.reads, reads, strict=True))
         for step, last_used in stage.steps:
-            if len(step) == 2 and self._may_fuse(step):
-                self._fused(step[0], step[1], slots)
-            else:
+            if not (len(step) == 2 and self._may_fuse(step) and self._fused(step[0], step[1], slots)):
                 for node in step:
                     self._single(node, slots)
             for slot in last_used:
-                del slots[slot]
+                slots.pop(slot, None)  # what stays inside one launch never was a slot
         return tuple(slots[name] for name in stage.writes)
 
     def _may_fuse(self, step: tuple[Node, ...]) -> bool:
@@ -131,20 +137,40 @@ class Session:
             planted = f"overlay:{replacement_name(replacement)}"
         self._store(node, outputs, slots, planted)
 
-    def _fused(self, first: Node, second: Node, slots: Slots) -> None:
+    def _fused(self, first: Node, second: Node, slots: Slots) -> bool:
+        """Run both nodes in one launch, unless there is none for them as they are now."""
+        if second.op == "swiglu":
+            return self._fc1_swiglu(first, second, slots)
         names = (*first.reads, *second.reads[1:3])
         outputs = gated_residual_norm(self._run, first, second, *(slots[name] for name in names))
         for node, output in zip((first, second), outputs, strict=True):
             self._store(node, (output,), slots)
+        return True
+
+    def _fc1_swiglu(self, first: Node, second: Node, slots: Slots) -> bool:
+        tracer = self._run.settings.tracer
+        if tracer is not None and getattr(tracer, "reads_values", True):
+            return False
+        f = fc1_swiglu(self._run, first, slots[first.reads[0]])
+        if f is None:
+            return False
+        slots[second.writes[0]] = f
+        for node in (first, second):
+            requested = requested_operator(node, self._run.settings)
+            self._record(node, {second.writes[0]: f}, f"{requested} by {FC1_SWIGLU}")
+        return True
 
     def _store(self, node: Node, outputs: Results, slots: Slots, planted: str = "") -> None:
         written = dict(zip(node.writes, outputs, strict=True))
         slots.update(written)
+        self._record(node, written, planted)
+
+    def _record(self, node: Node, written: Mapping[str, Tensor], actual: str) -> None:
         run = self._run
         if run.settings.tracer is not None and node.name not in run.traced:
             run.traced.add(node.name)
             requested = requested_operator(node, run.settings)
-            actual = planted or self._actual_operator(node, outputs[0])
+            actual = actual or self._actual_operator(node, next(iter(written.values())))
             run.settings.tracer.record(node, requested, actual, written)
 
     def _actual_operator(self, node: Node, output: Tensor) -> str:

@@ -19,7 +19,11 @@ Replacement = Callable[..., Results]
 
 
 class Tracer(Protocol):
-    """What watches a run: told when a forward begins and after every node, once even under checkpointing."""
+    """What watches a run: told when a forward begins and after every node, once even under checkpointing.
+
+    Unless it has an attribute ``reads_values`` that is false, no node's outputs stay inside a launch. Where they may,
+    such a node is recorded with the outputs of the launch.
+    """
 
     def begin(self, inputs: PackedInputs) -> None:
         """A forward over ``inputs`` (in the order of rows it will use) starts."""
@@ -38,7 +42,8 @@ class Settings:
     the node's own computation. An adapter uses it to keep a node on provider arithmetic, to add a LoRA term,
     or to plant a deviation. ``provider``: of the linears (any legal one has the same bits); ``attention``: of the
     attention forward (``h3_kernels.attention_providers``: each has its own bits, so both engines must name one where
-    their installations differ). ``fuse``: run gated residual and norm in one launch, with the bits of the two.
+    their installations differ). ``fuse``: run gated residual and norm, and without gradients fc1 and SwiGLU, in one
+    launch, with the bits of the two.
     """
 
     tp: int = 1

@@ -84,6 +84,8 @@ def _steps(
 
 
 def _one_launch(first: Node, second: Node) -> bool:
+    if (first.op, second.op) == ("projection", "swiglu"):
+        return first.writes == second.reads
     return (
         (first.op, second.op) == ("gated_residual", "rms_norm_modulate")
         and first.writes[0] == second.reads[0]
