@@ -22,7 +22,7 @@ from h3_adapter_diffusers.graph_binding import GraphBinding
 from h3_adapter_diffusers.install import handle_of
 
 GRAPHS = 4
-"""Steps kept by default. Each holds its gradients once, and what its forward keeps for its backward lies in one pool."""
+"""Steps kept by default. Each holds its gradients once; what forwards keep for their backwards lies in one pool."""
 
 
 class CapturedSteps:
@@ -54,10 +54,10 @@ class CapturedSteps:
 def capture_steps(model: nn.Module, *, graphs: int = GRAPHS) -> CapturedSteps:
     """Capture every forward with gradients of an installed model, and its backward, until `release`.
 
-    The first step over rows of some shapes takes about three; then it is replayed. Rows may have logical keys; another
-    order of rows, other shapes, adapters, scales or switches are another capture, `graphs` of them are kept. Values of
-    weights and inputs are followed; a weight that moved is captured anew. Forwards without gradients, and those a tracer
-    watches, are launched as before.
+    The first step over rows of some shapes takes about three; then it is replayed. Rows may have logical keys; other
+    shapes, another order of rows, other adapters, scales or switches are another capture, `graphs` of them are kept.
+    Values of weights and inputs are followed; a weight that moved is captured anew. Forwards without gradients, and
+    those a tracer watches, are launched as before.
 
     Refused at the step (BoundModelError, CaptureError): hooks or wrappers on blocks (FSDP2, offload), a checkpointing
     function of the caller's, a backward session, a backward after another forward or for the second time, a weight

@@ -26,9 +26,9 @@ from h3_kernels.graph import (
     Replays,
     Session,
     Stage,
-    Step,
     StepGraphs,
     Tracer,
+    TrainingStep,
     diffusers_inputs,
 )
 from h3_kernels.graph.settings import replacement_name, requested_operator
@@ -230,7 +230,7 @@ class GraphBinding:
             return None
         return None if capturing(inputs.positions.device) else self.steps
 
-    def _step(self) -> Step:
+    def _step(self) -> TrainingStep:
         step_capture.refuse_surroundings(self._model, hooked=self._hooked())
         fixed = requested(self._settings.attention), self._fused
         return step_capture.step_of(self._model, self._launched, wrapped_sites(self._linears), fixed)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from h3_kernels.graph import PackedInputs, Step
+from h3_kernels.graph import PackedInputs, TrainingStep
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -55,10 +55,10 @@ def step_of(
     forward: Callable[[PackedInputs], tuple[Tensor, Tensor]],
     wrapped: Mapping[str, list[Site]],
     fixed: Hashable,
-) -> Step:
+) -> TrainingStep:
     """The step of `forward`; `wrapped` are its LoRA sites, `fixed` what else its kernels depend on."""
     switches = model.gradient_checkpointing, model.token_refiner.gradient_checkpointing
-    return Step(
+    return TrainingStep(
         forward=forward,
         trained=[parameter for parameter in model.parameters() if parameter.requires_grad],
         leaves=lambda: _aliases(model),

@@ -8,7 +8,7 @@ from h3_kernels.graph.parallel import SequenceParallel, Ulysses
 from h3_kernels.graph.replay import Replays
 from h3_kernels.graph.run import PackedDiT, Session
 from h3_kernels.graph.settings import Replacement, Settings, Tracer
-from h3_kernels.graph.steps import Step, StepGraphs
+from h3_kernels.graph.steps import StepGraphs, TrainingStep
 from h3_kernels.graph.table import Node, Stage
 from h3_kernels.graph.weights import Linear, ModuleWeights, WeightsView
 
@@ -25,9 +25,9 @@ __all__ = [
     "Session",
     "Settings",
     "Stage",
-    "Step",
     "StepGraphs",
     "Tracer",
+    "TrainingStep",
     "Ulysses",
     "WeightsView",
     "diffusers_inputs",

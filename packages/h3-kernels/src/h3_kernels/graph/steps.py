@@ -1,8 +1,9 @@
 """Training steps replayed from CUDA graphs: one graph for a forward, one for its backward.
 
-The first step over rows of some shapes is launched once, which chooses and proves every provider of both directions, and
-captured; it and all that follow are replayed: same kernels, same bits. The forward's graph keeps what the backward's
-reads (under checkpointing the inputs of blocks), so between the two no other step may run, and a backward runs once.
+The first step over rows of some shapes is launched once, which chooses and proves every provider of both directions,
+and captured; it and all that follow are replayed: same kernels, same bits. The forward's graph keeps what the
+backward's reads (under checkpointing the inputs of blocks), so between the two no other step may run, and a backward
+runs once.
 
 Inputs are copied into the graphs' own, velocities and gradients out of them: autograd adds gradients up as for launched
 steps, and what an optimizer or ``zero_grad`` does to ``.grad`` cannot reach a graph. Weights are read where they lay at
@@ -33,7 +34,7 @@ _STREAMS = ("video", "audio", "text")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TrainingStep:
     """What a captured step is made of, as an adapter knows it."""
 
     forward: Callable[[PackedInputs], Velocities]
@@ -90,8 +91,8 @@ class StepGraphs:
         self._known.clear()
         self.take_turn()
 
-    def run(self, step: Step, inputs: PackedInputs) -> Velocities:
-        """``step.forward(inputs)``, replayed, differentiable in the trained leaves and in the rows that want a gradient.
+    def run(self, step: TrainingStep, inputs: PackedInputs) -> Velocities:
+        """``step.forward(inputs)``, replayed, differentiable in the trained leaves and in rows that want a gradient.
 
         ``inputs`` are canonical (``PackedInputs.canonical``). The first call of a kind takes about three steps. Raises
         CaptureError inside a backward session, and if the step cannot be captured.
@@ -122,7 +123,7 @@ class StepGraphs:
             del self._known[next(iter(self._known))]
         self._known[key] = captured
 
-    def _capture(self, step: Step, inputs: PackedInputs, rows: Sequence[str]) -> _Captured:
+    def _capture(self, step: TrainingStep, inputs: PackedInputs, rows: Sequence[str]) -> _Captured:
         self.take_turn()
         own = inputs.own()
         with step.leaves() as leaves, torch.enable_grad():
@@ -141,7 +142,7 @@ class StepGraphs:
                 ) from error
 
     def _record(
-        self, step: Step, own: PackedInputs, wanted: Sequence[Tensor], given: Velocities
+        self, step: TrainingStep, own: PackedInputs, wanted: Sequence[Tensor], given: Velocities
     ) -> _Captured:
         if not self._known:  # torch does not revive a pool whose last graph is gone
             self._pool = torch.cuda.graph_pool_handle()
@@ -161,7 +162,12 @@ def _backward(outputs: Velocities, wanted: Sequence[Tensor], given: Velocities) 
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, graphs: StepGraphs, captured: _Captured, step: Step, inputs: PackedInputs, *wanted: Tensor
+        ctx: Any,
+        graphs: StepGraphs,
+        captured: _Captured,
+        step: TrainingStep,
+        inputs: PackedInputs,
+        *wanted: Tensor,
     ) -> Velocities:
         captured.inputs.fill(inputs)
         captured.forward.replay()
@@ -190,12 +196,12 @@ class _Replayed(torch.autograd.Function):
         return None, None, None, None, *_copies(captured.grads)
 
 
-def _state(step: Step) -> Hashable:
+def _state(step: TrainingStep) -> Hashable:
     return step.places(), tuple(leaf._version for leaf in step.trained)
 
 
 def _copies(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients in memory of their own: autograd keeps what it is given as ``.grad``, and a replay would overwrite it."""
+    """Gradients in memory of their own: autograd keeps what it is given as ``.grad``; a replay would overwrite it."""
     found = [grad for grad in grads if grad is not None]
     copies = [torch.empty_like(grad) for grad in found]
     if found:
