@@ -15,9 +15,10 @@ SHARED_BLOCK = 232448
 TILES = {
     "large": (tuning.TRITON_LARGE, (1,), "bf16"),
     "fp32 result": (tuning.TRITON_FP32_RESULT, (1, 8), "fp32"),
-    "small": (tuning.TRITON_SMALL[0], (1,), "bf16"),
-    "small, fp32 result": (tuning.TRITON_SMALL[1], (1, 8), "fp32"),
-    "narrow": (tuning.TRITON_SMALL[-1], (1, 8), "fp32"),
+    "small, fc1": (tuning.triton_tile(70, 28672, 1, fp32=False, fp32_result=False), (1,), "bf16"),
+    "small, qkv_proj": (tuning.triton_tile(70, 21504, 1, fp32=False, fp32_result=False), (1,), "bf16"),
+    "small, fp32 result": (tuning.triton_tile(70, 21504, 1, fp32=False, fp32_result=True), (1, 8), "fp32"),
+    "narrow": (tuning.triton_tile(70, 512, 1, fp32=False, fp32_result=True), (1, 8), "fp32"),
     "plain": (tuning.TRITON_PLAIN, (1, 8), "bf16"),
 }
 
@@ -94,7 +95,20 @@ def test_a_tile_too_wide_for_fp32_results_is_known():
         assert tuning.triton_tile(925, 5376, units, fp32=False, fp32_result=fp32_result).n <= 128
 
 
-@pytest.mark.parametrize("tile", tuning.TRITON_FP32, ids=lambda tile: f"{tile.m}x{tile.n}")
+def test_few_rows_take_the_widest_tile_that_makes_enough_programs():
+    small = [
+        (tile.n, tile.k)
+        for tile in (
+            tuning.triton_tile(70, n, 1, fp32=False, fp32_result=False) for n in (28672, 21504, 10752, 5376)
+        )
+    ]
+    assert small == [(256, 64), (256, 32), (128, 64), (64, 64)]
+    assert tuning.triton_tile(70, 5376, 8, fp32=False, fp32_result=False).n == 128  # units are programs too
+
+
+@pytest.mark.parametrize(
+    "tile", [tile for _, tile in tuning.TRITON_FP32], ids=lambda tile: f"{tile.m}x{tile.n}"
+)
 def test_fp32_operands_use_no_tensor_cores(tile):
     code = compiled(tile, 1, "fp32", 90, tma=False, operand="fp32").asm["ptx"]
     assert "fma.rn.f32" in code

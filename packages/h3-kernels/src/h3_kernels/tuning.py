@@ -38,39 +38,46 @@ TRITON_FP32_RESULT = Tile(128, 128, 64, 4, 8)
 """More than 128 rows with fp32 results (unit partials, subtree roots): their staging leaves no shared memory for a
 wider tile (278552 bytes at 256 columns, a block has 232448)."""
 
-TRITON_SMALL = (Tile(128, 256, 32, 5, 8), Tile(128, 128, 64, 4, 8), Tile(128, 64, 64, 6, 4))
-"""Up to 128 rows, widest first: 70 rows, qkv_proj 1.147 at 256 columns (1.154 in 3 stages of 64, 1.160 in 6 of 32, 1.19
-on a persistent grid), 1.26 at 128, 1.4 at 64."""
-
-TRITON_SMALL_PROGRAMS = 84
-"""A narrower tile is taken until there are this many programs: qkv_proj at 256 columns, measured above."""
+TRITON_SMALL = (
+    (112, Tile(128, 256, 64, 3, 8)),
+    (84, Tile(128, 256, 32, 5, 8)),
+    (84, Tile(128, 128, 64, 4, 8)),
+    (0, Tile(128, 64, 64, 6, 4)),
+)
+"""Up to 128 rows: (programs at least, tile), widest first; the first row whose tile makes that many programs is taken.
+70 rows: fc1 (112 programs of 256 columns) 1.079 in 3 stages of 64 and 1.155 in 5 of 32; qkv_proj (84) 1.147 in 5 of 32,
+1.154 in 3 of 64, 1.160 in 6 of 32, 1.19 on a persistent grid, 1.26 at 128 columns, 1.4 at 64."""
 
 TRITON_PLAIN = Tile(64, 64, 32, 2, 4)
 """What probes compare with: every element by the shortest path, no persistent grid, no narrow tail."""
 
-TRITON_FP32 = tuple(Tile(m, n, 32, 3, 4) for m, n in ((64, 64), (32, 32), (16, 16)))
-"""fp32 operands (time embedder, patch and output projections), widest first: fused multiply-adds, no tensor cores. An
-output head is 2 columns of 64, so that at 70 rows two programs would walk its whole K alone."""
+FC1_SWIGLU = Tile(128, 128, 64, 3, 8, persistent=True)
+"""fc1 with SwiGLU in its epilogue: 128 features are 256 weight rows."""
 
-TRITON_FP32_PROGRAMS = 66
-"""A narrower tile is taken until there are this many programs: half of the multiprocessors."""
+FC1_SWIGLU_ROWS = 2048
+"""Up to this many rows fc1 and SwiGLU run apart."""
+
+TRITON_FP32 = tuple((least, Tile(size, size, 32, 3, 4)) for least, size in ((66, 64), (66, 32), (0, 16)))
+"""fp32 operands (time embedder, patch and output projections), rows as in TRITON_SMALL: fused multiply-adds, no tensor
+cores. An output head is 2 columns of 64, so that at 70 rows two programs would walk its whole K alone; 66 programs are
+half of the multiprocessors."""
 
 
 def triton_tile(m: int, n: int, units: int, *, fp32: bool, fp32_result: bool) -> Tile:
     """The Triton tile for an [m, n] product in ``units`` units of fp32 or bf16 operands."""
     if fp32:
-        return _widest(TRITON_FP32, m, n, units, TRITON_FP32_PROGRAMS)
+        return _first(TRITON_FP32, m, n, units)
     if m > TRITON_LARGE.m:
         return TRITON_FP32_RESULT if units > 1 or fp32_result else TRITON_LARGE
-    widest = 1 if units > 1 or fp32_result else 0
-    return _widest(TRITON_SMALL[widest:], m, n, units, TRITON_SMALL_PROGRAMS)
+    widest = TRITON_FP32_RESULT.n if units > 1 or fp32_result else TRITON_LARGE.n
+    return _first([row for row in TRITON_SMALL if row[1].n <= widest], m, n, units)
 
 
-def _widest(tiles: Sequence[Tile], m: int, n: int, units: int, programs: int) -> Tile:
-    for tile in tiles:
-        if math.ceil(m / tile.m) * math.ceil(n / tile.n) * units >= programs:
-            return tile
-    return tiles[-1]
+def _first(rows: Sequence[tuple[int, Tile]], m: int, n: int, units: int) -> Tile:
+    """The tile of the first row that makes enough programs; the last row asks for none."""
+    return next(
+        tile for least, tile in rows if math.ceil(m / tile.m) * math.ceil(n / tile.n) * units >= least
+    )
 
 
 @dataclass(frozen=True, slots=True)
