@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import graph_tiny as tiny
@@ -259,14 +260,15 @@ def test_stages_run_one_by_one_are_a_run(module, expected):
 def test_a_stage_keeps_no_slot_that_nobody_reads():
     for stage in tiny.GRAPH.stages:
         live = set(stage.reads)
-        for step, last_used in stage.steps:
-            assert {slot for node in step for slot in node.reads} <= live | {
-                s for n in step for s in n.writes
-            }
-            live |= {slot for node in step for slot in node.writes}
-            live -= set(last_used)
+        for node, unused in itertools.chain.from_iterable(stage.steps):
+            assert set(node.reads) <= live
+            live |= set(node.writes)
+            live -= set(unused)
         assert live == set(stage.writes)
-    freed = {step[-1].name: set(last_used) for step, last_used in tiny.GRAPH.stage("blocks.0").steps}
+    freed = {
+        node.name: set(unused)
+        for node, unused in itertools.chain.from_iterable(tiny.GRAPH.stage("blocks.0").steps)
+    }
     assert freed["blocks.0.attn.qkv_proj"] == {"h"}
     assert freed["blocks.0.attn.attention"] >= {"q", "k", "v"}
     assert freed["blocks.0.mlp.act_fn"] == {"gate", "value"}

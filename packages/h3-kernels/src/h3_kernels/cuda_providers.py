@@ -206,6 +206,35 @@ Run = Callable[..., Tensor]
 
 def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
     """Raises Unproven during a graph capture and where memory is short."""
+
+    def product(how: Run, a: Tensor, b: Tensor) -> Tensor:
+        bias = None
+        if call.has_bias:
+            generator = torch.Generator(device).manual_seed(call.n)
+            bias = torch.randn(call.n, generator=generator, device=device).to(call.a_dtype)
+        return how(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
+
+    return prove(
+        functools.partial(product, run),
+        functools.partial(product, plain),
+        call,
+        device,
+        what="the plain chain",
+    )
+
+
+def prove(
+    run: Callable[[Tensor, Tensor], Tensor],
+    expected: Callable[[Tensor, Tensor], Tensor],
+    call: GemmCall,
+    device: torch.device,
+    *,
+    what: str,
+) -> Probe:
+    """Compare the bits of ``run(a, b)`` with ``expected(a, b)``, which ``what`` names, on the operands of ``call``.
+
+    Raises Unproven during a graph capture and where memory is short.
+    """
     if torch.cuda.is_current_stream_capturing():
         raise Unproven("cannot be proven during a graph capture: run this shape once before it")
     needed, free = _probe_bytes(call), _free_bytes(device)
@@ -215,17 +244,15 @@ def _probe(run: Run, call: GemmCall, device: torch.device) -> Probe:
     try:
         for kind in ("random", "cancellation"):
             a, b = _probe_inputs(call, device, cancel=kind == "cancellation")
-            bias = torch.randn(call.n, device=device).to(call.a_dtype) if call.has_bias else None
-            got = run(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
-            expected = plain(a, b, units=call.units, out_dtype=call.out_dtype, bias=bias)
+            got, wanted = run(a, b), expected(a, b)
             integer = torch.int16 if call.out_dtype == torch.bfloat16 else torch.int32
-            different = int((got.view(integer) != expected.view(integer)).sum())
+            different = int((got.view(integer) != wanted.view(integer)).sum())
             if different:
                 return Probe(ok=False, detail=f"{different} of {got.numel()} values differ on {kind} inputs")
             compared += got.numel()
     except torch.cuda.OutOfMemoryError as error:
         raise Unproven("not enough free memory to prove this shape") from error
-    detail = f"equals the plain chain on {compared} values of random and cancellation inputs"
+    detail = f"equals {what} on {compared} values of random and cancellation inputs"
     return Probe(ok=True, detail=detail, compared=compared)
 
 

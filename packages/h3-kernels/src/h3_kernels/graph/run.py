@@ -23,7 +23,7 @@ from h3_kernels.graph.operations import (
     gated_residual_norm,
 )
 from h3_kernels.graph.settings import Results, Settings, replacement_name, requested_operator
-from h3_kernels.graph.table import INPUT_SLOTS, OUTPUT_SLOTS, Node, Stage, build_stages
+from h3_kernels.graph.table import INPUT_SLOTS, OUTPUT_SLOTS, Node, Stage, Step, build_stages
 from h3_kernels.graph.weights import WeightsView
 
 Slots = dict[str, Tensor]
@@ -114,17 +114,33 @@ class Session:
 
     def _stage(self, stage: Stage, *reads: Tensor) -> Results:
         slots = dict(zip(stage.reads, reads, strict=True))
-        for step, last_used in stage.steps:
-            if not (len(step) == 2 and self._may_fuse(step) and self._fused(step[0], step[1], slots)):
-                for node in step:
+        for step in stage.steps:
+            if self._fused(step, slots):
+                for _, unused in step:
+                    for slot in unused:
+                        slots.pop(slot, None)  # what stayed inside the launch never was one
+            else:
+                for node, unused in step:
                     self._single(node, slots)
-            for slot in last_used:
-                slots.pop(slot, None)  # what stays inside one launch never was a slot
+                    for slot in unused:
+                        del slots[slot]
         return tuple(slots[name] for name in stage.writes)
 
-    def _may_fuse(self, step: tuple[Node, ...]) -> bool:
+    def _fused(self, step: Step, slots: Slots) -> bool:
+        """Run both nodes of ``step`` in one launch, if it has two and there is a launch for them as they are now."""
         settings = self._run.settings
-        return settings.fuse and not any(node.name in settings.overlay for node in step)
+        if len(step) != 2 or not settings.fuse:
+            return False
+        (first, _), (second, _) = step
+        if first.name in settings.overlay or second.name in settings.overlay:
+            return False
+        if second.op == "swiglu":
+            return self._fc1_swiglu(first, second, slots)
+        names = (*first.reads, *second.reads[1:3])
+        outputs = gated_residual_norm(self._run, first, second, *(slots[name] for name in names))
+        for node, output in zip((first, second), outputs, strict=True):
+            self._store(node, (output,), slots)
+        return True
 
     def _single(self, node: Node, slots: Slots) -> None:
         run, operation = self._run, OPERATIONS[node.op]
@@ -136,16 +152,6 @@ class Session:
             outputs = replacement(lambda *x: operation(run, node, *x), *reads)
             planted = f"overlay:{replacement_name(replacement)}"
         self._store(node, outputs, slots, planted)
-
-    def _fused(self, first: Node, second: Node, slots: Slots) -> bool:
-        """Run both nodes in one launch, unless there is none for them as they are now."""
-        if second.op == "swiglu":
-            return self._fc1_swiglu(first, second, slots)
-        names = (*first.reads, *second.reads[1:3])
-        outputs = gated_residual_norm(self._run, first, second, *(slots[name] for name in names))
-        for node, output in zip((first, second), outputs, strict=True):
-            self._store(node, (output,), slots)
-        return True
 
     def _fc1_swiglu(self, first: Node, second: Node, slots: Slots) -> bool:
         tracer = self._run.settings.tracer

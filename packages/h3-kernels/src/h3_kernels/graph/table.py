@@ -58,29 +58,29 @@ class Stage:
     nodes: tuple[Node, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    steps: tuple[tuple[tuple[Node, ...], tuple[str, ...]], ...] = field(init=False, repr=False)
-    """Nodes in the order they run, together if one launch may do them; with the slots that no later step needs."""
+    steps: tuple[Step, ...] = field(init=False, repr=False)
+    """Nodes in the order they run, together if one launch may do them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", tuple(_steps(self.nodes, self.writes)))
 
 
-def _steps(
-    nodes: tuple[Node, ...], kept: tuple[str, ...]
-) -> Iterable[tuple[tuple[Node, ...], tuple[str, ...]]]:
-    groups: list[tuple[Node, ...]] = []
-    for node in nodes:
-        if groups and _one_launch(groups[-1][-1], node):
-            groups[-1] = (*groups[-1], node)
+Step = tuple[tuple[Node, tuple[str, ...]], ...]
+"""Nodes that one launch may do, each with the slots that no later node needs."""
+
+
+def _steps(nodes: tuple[Node, ...], kept: tuple[str, ...]) -> list[Step]:
+    needed, frees = set(kept), []
+    for node in reversed(nodes):
+        frees.append(tuple(sorted({*node.reads, *node.writes} - needed)))
+        needed = (needed - set(node.writes)) | set(node.reads)
+    steps: list[Step] = []
+    for node, unused in zip(nodes, reversed(frees), strict=True):
+        if steps and _one_launch(steps[-1][-1][0], node):
+            steps[-1] = (*steps[-1], (node, unused))
         else:
-            groups.append((node,))
-    needed, steps = set(kept), []
-    for group in reversed(groups):
-        touched = {slot for node in group for slot in (*node.reads, *node.writes)}
-        steps.append((group, tuple(sorted(touched - needed))))
-        for node in reversed(group):
-            needed = (needed - set(node.writes)) | set(node.reads)
-    return reversed(steps)
+            steps.append(((node, unused),))
+    return steps
 
 
 def _one_launch(first: Node, second: Node) -> bool:
