@@ -2,10 +2,11 @@
 
 import contextlib
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from h3_adapter_diffusers import BoundModelError, capture_steps, install_h3_training, velocity
+from h3_adapter_diffusers import BoundModelError, capture_steps, handle_of, install_h3_training, velocity
 from h3_adapter_diffusers.testing.packings import packings
 from h3_adapter_diffusers.testing.tiny import build
 from h3_kernels.backward_session import backward_session
@@ -238,3 +239,29 @@ def test_forwards_without_gradients_are_launched():
         assert len(steps) == 0
         assert float(loss) == float(forward(model, request)[0])
         assert len(steps) == 1
+
+
+def test_forwards_with_adapters_are_replayed(monkeypatch):
+    """Without gradients; a weight changed in place, another scale and adapters off show in the bits."""
+    model, (request, *_) = lora_model(), requests()
+    install_h3_training(model)
+    master = next(p for n, p in model.named_parameters() if "lora_B" in n)
+    wrapper = model.transformer_blocks[0].attn.to_q
+    changes = (
+        lambda: None,
+        lambda: master.data.mul_(0.5),
+        lambda: wrapper.scaling.update(default=wrapper.scaling["default"] * 4),
+        model.disable_adapters,
+    )
+    seen = []
+    for change in changes:
+        change()
+        with torch.no_grad():
+            launched = {"video": forward(model, request)[1]}
+            with monkeypatch.context() as patch:
+                patch.setenv("H3_CUDA_GRAPHS", "1")
+                for _ in range(3):
+                    assert not differing({"video": forward(model, request)[1]}, launched)
+        seen.append(launched)
+    assert len(handle_of(model)._binding._replays) == 3
+    assert all(differing(a, b) for a, b in pairwise(seen))

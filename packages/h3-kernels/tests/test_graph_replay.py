@@ -108,7 +108,9 @@ def test_only_plain_forwards_of_few_rows_on_cuda_are_served(monkeypatch):
         assert replays.serves(cuda, Settings())
         assert not replays.serves(_OnCuda(module.ROWS + 1), Settings())
         assert not replays.serves(cuda, Settings(tp=2))
-        assert not replays.serves(cuda, Settings(overlay={"shard": lambda strict, *x: x}))
+        overlaid = Settings(overlay={"shard": lambda strict, *x: x})
+        assert not replays.serves(cuda, overlaid)
+        assert replays.serves(cuda, overlaid, terms_only=True)
     assert not replays.serves(cuda, Settings())  # with gradients
 
 

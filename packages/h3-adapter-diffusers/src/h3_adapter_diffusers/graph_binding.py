@@ -214,8 +214,9 @@ class GraphBinding:
 
     def _launched(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         settings = self._graph_settings(self._replacements(inputs))
-        if self._record.watcher is None and self._replays.serves(inputs, settings) and not self._hooked():
-            places = self._tensors.places()
+        served = self._replays.serves(inputs, settings, terms_only=not self._overlay and not self._auditors)
+        if served and self._record.watcher is None and not self._hooked():
+            places = self._tensors.places(), step_capture.adapters(wrapped_sites(self._linears))
             return self._replays.run(self._dit, self._weights, inputs, settings, places)
         return self._run(self._dit.begin(self._weights, inputs, settings))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from h3_kernels.graph import PackedInputs
 from h3_kernels.logical_keys import LogicalKeys
 from h3_kernels.nodes import column_blocks, join_columns
@@ -36,7 +37,9 @@ def strict_terms(s: Settings, inputs: PackedInputs) -> Adder:
     def add(site: Site, y: Tensor, x: Tensor) -> Tensor:
         rows = str(site.rule.rows)
         if rows not in keys:  # one object per row set and forward, as a backward session counts uses
-            keys[rows] = inputs.row_keys(rows)
+            keys[rows] = (
+                inputs.row_keys(rows) if torch.is_grad_enabled() else None
+            )  # gradients alone need them
         for term in active_terms(site.name, site.module, x.dtype):
             y = add_term(y, x, term, site.rule, s, keys[rows])
         return y

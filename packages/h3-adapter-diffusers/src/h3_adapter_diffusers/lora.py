@@ -68,13 +68,18 @@ def wrapper_obstacle(wrapper: Any) -> str | None:
     return None
 
 
+def settle(wrapper: Any) -> None:
+    """Take merged terms off a disabled wrapper's weight, as PEFT does at the call."""
+    if wrapper.disable_adapters and wrapper.merged:
+        wrapper.unmerge()
+
+
 def active_terms(name: str, wrapper: Any, dtype: torch.dtype) -> Iterator[LoraTerm]:
     """The terms a wrapper adds now, in PEFT's order; none while adapters are disabled or merged.
 
     Raises BoundModelError for a wrapper the strict term does not cover.
     """
-    if wrapper.disable_adapters and wrapper.merged:
-        wrapper.unmerge()
+    settle(wrapper)
     if wrapper.disable_adapters or wrapper.merged:
         return
     reason = wrapper_obstacle(wrapper)

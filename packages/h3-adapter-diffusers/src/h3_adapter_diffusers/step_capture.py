@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from h3_adapter_diffusers.errors import BoundModelError
-from h3_adapter_diffusers.lora import wrapper_obstacle
+from h3_adapter_diffusers.lora import settle, wrapper_obstacle
 from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site
 
@@ -63,7 +63,7 @@ def step_of(
         trained=[parameter for parameter in model.parameters() if parameter.requires_grad],
         leaves=lambda: _aliases(model),
         places=lambda: _places(model),
-        kind=(switches, fixed, _adapters(wrapped)),
+        kind=(switches, fixed, adapters(wrapped)),
     )
 
 
@@ -108,18 +108,33 @@ def _aliases(model: nn.Module) -> Iterator[Sequence[Tensor]]:
 
 def _places(model: nn.Module) -> Hashable:
     """Where every parameter lies, what it is, and whether it is trained."""
-    return tuple((p.data_ptr(), p.shape, p.dtype, p.requires_grad) for p in model.parameters())
+    return tuple(_place(parameter) for parameter in model.parameters())
 
 
-def _adapters(wrapped: Mapping[str, list[Site]]) -> Hashable:
-    """What the host reads of PEFT's wrappers in a forward. Raises BoundModelError for one that no term covers."""
-    states = []
-    for sites in wrapped.values():
-        for site in sites:
-            wrapper: Any = site.module
-            reason = wrapper_obstacle(wrapper)
-            if reason is not None:
-                raise BoundModelError(f"{site.name}: {reason}")
-            active = tuple((name, wrapper.scaling.get(name)) for name in wrapper.active_adapters)
-            states.append((site.name, wrapper.disable_adapters, wrapper.merged, active))
+def adapters(wrapped: Mapping[str, list[Site]]) -> Hashable:
+    """What the host reads of PEFT's wrappers in a forward, and where their active weights lie.
+
+    Raises BoundModelError for a wrapper that no term covers.
+    """
+    states: list[Hashable] = []
+    for site in (site for sites in wrapped.values() for site in sites):
+        wrapper: Any = site.module
+        settle(wrapper)
+        reason = wrapper_obstacle(wrapper)
+        if reason is not None:
+            raise BoundModelError(f"{site.name}: {reason}")
+        states.append((site.name, wrapper.disable_adapters, wrapper.merged))
+        states += [
+            (
+                name,
+                wrapper.scaling[name],
+                *(_place(side[name].weight) for side in (wrapper.lora_A, wrapper.lora_B)),
+            )
+            for name in wrapper.active_adapters
+            if name in wrapper.lora_A
+        ]
     return tuple(states)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad

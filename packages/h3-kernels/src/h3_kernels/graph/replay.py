@@ -55,10 +55,15 @@ class Replays:
         """Forwards captured."""
         return sum(captured is not None for captured in self._known.values())
 
-    def serves(self, inputs: PackedInputs, settings: Settings) -> bool:
-        """Whether such a forward may be replayed: on CUDA, few rows, one rank, no overlay, no gradients."""
+    def serves(self, inputs: PackedInputs, settings: Settings, *, terms_only: bool = False) -> bool:
+        """Whether such a forward may be replayed: on CUDA, few rows, one rank, no gradients, and no overlay.
+
+        ``terms_only``: the overlay adds LoRA terms and nothing else, and ``places`` of ``run`` says all the host reads
+        of them.
+        """
         device = inputs.positions.device
-        alone = settings.tp == 1 and settings.sequence is None and not settings.overlay
+        plain = terms_only or not settings.overlay
+        alone = settings.tp == 1 and settings.sequence is None and plain
         few = device.type == "cuda" and inputs.rows <= ROWS
         return (
             alone
