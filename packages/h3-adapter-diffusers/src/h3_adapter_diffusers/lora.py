@@ -45,7 +45,7 @@ def is_wrapper(module: nn.Module | None) -> bool:
 def base_of(module: nn.Module | None) -> Any:
     """The linear itself, whatever wraps it."""
     linear: Any = module
-    while is_wrapper(linear):
+    while linear is not None and "base_layer" in linear._modules and is_wrapper(linear):
         linear = linear.base_layer
     return linear
 

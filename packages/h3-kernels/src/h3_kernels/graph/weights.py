@@ -79,6 +79,7 @@ class ModuleWeights:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
+        self._stored: dict[str, tuple[tuple[str, tuple[int, ...]], ...]] = {}
 
     def parameter(self, name: str) -> Tensor:
         """The tensor called ``name``. Raises InputError if there is none."""
@@ -90,26 +91,33 @@ class ModuleWeights:
         """The linear called ``name``, fused or in pieces. Raises InputError if no way of storing it is
         complete.
         """
+        if name not in self._stored:
+            self._stored[name] = self._way(name)
+        stored = self._stored[name]
+        if stored:
+            return self._fused(name, stored)
+        weight = self.parameter(f"{name}.weight")
+        return Linear((weight,), (self._tensors.get(f"{name}.bias"),), ((0, 0, weight.shape[0]),), ((0,),))
+
+    def _way(self, name: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """How the mapping stores a fused linear, with its full names; nothing for a plain one."""
         suffix = ".".join(name.rsplit(".", 2)[-2:])
         if suffix not in _FUSED:
-            weight = self.parameter(f"{name}.weight")
-            return Linear(
-                (weight,), (self._tensors.get(f"{name}.bias"),), ((0, 0, weight.shape[0]),), ((0,),)
-            )
+            return ()
         for stored in _FUSED[suffix][1]:
             if all(f"{name}.{piece}" in self._tensors for piece, _ in stored):
-                return self._fused(name, stored)
+                return tuple((f"{name}.{piece}", outputs) for piece, outputs in stored)
         ways = " or ".join("+".join(piece for piece, _ in stored) for stored in _FUSED[suffix][1])
         raise InputError(f"weights view has no complete {name!r}; expected {ways}")
 
     def _fused(self, name: str, stored: tuple[tuple[str, tuple[int, ...]], ...]) -> Linear:
-        weights = tuple(self._tensors[f"{name}.{piece}"] for piece, _ in stored)
+        weights = tuple(self._tensors[piece] for piece, _ in stored)
         outputs: dict[int, tuple[int, int, int]] = {}
         for which, (piece, blocks) in enumerate(stored):
             rows, rest = divmod(weights[which].shape[0], len(blocks))
             if rest:
                 raise InputError(
-                    f"{name}.{piece} has {weights[which].shape[0]} rows; expected {len(blocks)} equal blocks"
+                    f"{piece} has {weights[which].shape[0]} rows; expected {len(blocks)} equal blocks"
                 )
             for place, output in enumerate(blocks):
                 outputs[output] = (which, place * rows, (place + 1) * rows)

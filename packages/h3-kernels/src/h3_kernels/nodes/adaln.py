@@ -32,8 +32,6 @@ def adaln_parts(projected: Tensor, modalities: int, parts: int) -> tuple[Tensor,
     """
     width = projected.shape[-1]
     right = projected.dim() == 2 and width % (modalities * parts) == 0
-    check(
-        right, "adaln_parts", f"expected [M, multiple of {modalities * parts}], got {list(projected.shape)}"
-    )
+    check(right, "adaln_parts", "expected [M, multiple of {}], got {}", modalities * parts, projected)
     table = projected.reshape(-1, width // modalities)
     return table.chunk(parts, dim=-1)

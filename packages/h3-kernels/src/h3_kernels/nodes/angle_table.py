@@ -22,14 +22,14 @@ def angle_table(values: Tensor, frequencies: Tensor, dtype: torch.dtype) -> Tens
     differentiable. Raises InputError on a wrong shape or dtype.
     """
     right = values.dim() == 2 and values.dtype == torch.float32
-    check(
-        right, "angle_table", f"values must be float32 [rows, axes], got {values.dtype} {list(values.shape)}"
-    )
+    check(right, "angle_table", "values must be float32 [rows, axes], got {} {}", values.dtype, values)
     right = frequencies.dim() == 1 and frequencies.dtype == torch.float32
     check(
         right,
         "angle_table",
-        f"frequencies must be float32 [F], got {frequencies.dtype} {list(frequencies.shape)}",
+        "frequencies must be float32 [F], got {} {}",
+        frequencies.dtype,
+        frequencies,
     )
     return ANGLE_TABLE(values.detach(), frequencies.detach(), dtype=dtype)  # type: ignore[no-any-return]
 

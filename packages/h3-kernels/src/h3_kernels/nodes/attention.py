@@ -49,16 +49,17 @@ def attention(
     """
     name = "attention"
     same = q.dim() == 3 and q.shape == k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    shapes = [list(t.shape) for t in (q, k, v)]
-    check(same, name, f"q, k and v must be one [rows, heads, dim] and dtype, got {shapes}")
+    check(same, name, "q, k and v must be one [rows, heads, dim] and dtype, got [{}, {}, {}]", q, k, v)
     right = cu_seqlens.dtype == torch.int32 and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] >= 2
     check(
         right,
         name,
-        f"cu_seqlens must be int32 [documents + 1], got {cu_seqlens.dtype} {list(cu_seqlens.shape)}",
+        "cu_seqlens must be int32 [documents + 1], got {} {}",
+        cu_seqlens.dtype,
+        cu_seqlens,
     )
     least = -(-q.shape[0] // (cu_seqlens.shape[0] - 1))
-    check(least <= max_seqlen, name, f"a document of at least {least} rows exceeds {max_seqlen}")
+    check(least <= max_seqlen, name, "a document of at least {} rows exceeds {}", least, max_seqlen)
     tensors = (q, k, v, cu_seqlens)
     return ATTENTION(*tensors, max_seqlen=max_seqlen, scale=scale, provider=provider)  # type: ignore[no-any-return]
 

@@ -69,8 +69,11 @@ def _check_pair(node: str, x: Tensor, branch: Tensor) -> None:
     check(
         same,
         node,
-        f"x and branch must be one [rows, width] and dtype, got {list(x.shape)} {x.dtype} and "
-        f"{list(branch.shape)} {branch.dtype}",
+        "x and branch must be one [rows, width] and dtype, got {} {} and {} {}",
+        x,
+        x.dtype,
+        branch,
+        branch.dtype,
     )
 
 

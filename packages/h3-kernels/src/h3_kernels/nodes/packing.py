@@ -25,7 +25,7 @@ def scatter_rows(length: int, dtype: torch.dtype, *parts: tuple[Tensor, Tensor])
     check(bool(parts), "scatter_rows", "needs at least one part")
     for rows, positions in parts:
         fits = rows.dim() == 2 and rows.shape[1] == parts[0][0].shape[1] and positions.shape == rows.shape[:1]
-        check(fits, "scatter_rows", f"rows {list(rows.shape)} do not fit positions {list(positions.shape)}")
+        check(fits, "scatter_rows", "rows {} do not fit positions {}", rows, positions)
     packed = parts[0][0].new_zeros((length, parts[0][0].shape[1]), dtype=dtype)
     for rows, positions in parts:
         packed.index_copy_(0, positions, rows.to(dtype))
@@ -39,7 +39,7 @@ def column_blocks(x: Tensor, count: int) -> tuple[Tensor, ...]:
     ``swiglu`` leaves them on CUDA. Slices would each allocate the whole width and add. Raises InputError if
     the width does not divide.
     """
-    check(x.dim() == 2 and x.shape[1] % count == 0, "column_blocks", f"{list(x.shape)} into {count} blocks")
+    check(x.dim() == 2 and x.shape[1] % count == 0, "column_blocks", "{} into {} blocks", x, count)
     if count == 1:
         return (x,)
     if torch.is_grad_enabled() and x.requires_grad:

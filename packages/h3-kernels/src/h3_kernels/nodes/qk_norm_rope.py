@@ -49,16 +49,16 @@ def qk_norm_rope(
     """
     name = "qk_norm_rope"
     right = q.dim() == 3 and q.shape == k.shape
-    check(right, name, f"q and k must be one [rows, heads, dim], got {list(q.shape)} and {list(k.shape)}")
+    check(right, name, "q and k must be one [rows, heads, dim], got {} and {}", q, k)
     dim = q.shape[-1]
     for weight in (q_weight, k_weight):
-        check(tuple(weight.shape) == (dim,), name, f"weight must be [{dim}], got {list(weight.shape)}")
+        check(weight.shape == (dim,), name, "weight must be [{}], got {}", dim, weight)
     if table is not None:
         fits = table.dim() == 2 and table.shape[0] == q.shape[0] and table.shape[1] <= dim
         fits = fits and table.shape[1] % 2 == 0
-        check(fits, name, f"table must be [{q.shape[0]}, even and <= {dim}], got {list(table.shape)}")
+        check(fits, name, "table must be [{}, even and <= {}], got {}", q.shape[0], dim, table)
     groups = math.gcd(q.shape[1], UNITS) if groups is None else groups
-    check(q.shape[1] % groups == 0, name, f"{q.shape[1]} heads do not divide into {groups} groups")
+    check(q.shape[1] % groups == 0, name, "{} heads do not divide into {} groups", q.shape[1], groups)
     return QK_NORM_ROPE(q, k, q_weight, k_weight, table, order, eps=eps, groups=groups)  # type: ignore[no-any-return]
 
 

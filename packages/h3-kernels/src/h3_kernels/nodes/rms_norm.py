@@ -56,19 +56,17 @@ def rms_norm_modulate(
 
 
 def _check_norm(node: str, x: Tensor, weight: Tensor) -> None:
-    check(x.dim() == 2, node, f"x must be [rows, width], got {list(x.shape)}")
-    check(
-        tuple(weight.shape) == (x.shape[1],), node, f"weight must be [{x.shape[1]}], got {list(weight.shape)}"
-    )
+    check(x.dim() == 2, node, "x must be [rows, width], got {}", x)
+    check(weight.shape == x.shape[1:], node, "weight must be [{}], got {}", x.shape[1], weight)
 
 
 def check_table(node: str, x: Tensor, index: Tensor, *tables: Tensor) -> None:
     """Refuse modulation tables that do not fit ``x`` [T, W] or an index that is not [T] int64."""
     for table in tables:
         fits = table.dim() == 2 and table.shape[1] == x.shape[1]
-        check(fits, node, f"a modulation table must be [R, {x.shape[1]}], got {list(table.shape)}")
-    right = index.dtype == torch.int64 and tuple(index.shape) == (x.shape[0],)
-    check(right, node, f"index must be int64 [{x.shape[0]}], got {index.dtype} {list(index.shape)}")
+        check(fits, node, "a modulation table must be [R, {}], got {}", x.shape[1], table)
+    right = index.dtype == torch.int64 and index.shape == x.shape[:1]
+    check(right, node, "index must be int64 [{}], got {} {}", x.shape[0], index.dtype, index)
 
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -29,5 +29,5 @@ def rope_table(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype = torch.b
     engines do); ``inv_freq``: [F] float32. Raises InputError on a wrong shape or dtype.
     """
     right = positions.dim() == 2 and positions.shape[1] == 3
-    check(right, "rope_table", f"positions must be [rows, 3] (t, h, w), got {list(positions.shape)}")
+    check(right, "rope_table", "positions must be [rows, 3] (t, h, w), got {}", positions)
     return angle_table(positions.to(torch.float32), inv_freq, dtype)

@@ -22,8 +22,11 @@ def swiglu(gate: Tensor, value: Tensor) -> Tensor:
     check(
         same,
         "swiglu",
-        f"gate and value must be one [rows, width] and dtype, got {list(gate.shape)} {gate.dtype} and "
-        f"{list(value.shape)} {value.dtype}",
+        "gate and value must be one [rows, width] and dtype, got {} {} and {} {}",
+        gate,
+        gate.dtype,
+        value,
+        value.dtype,
     )
     return SWIGLU(gate, value)  # type: ignore[no-any-return]
 

@@ -24,7 +24,7 @@ from h3_kernels.nodes.angle_table import angle_table
 
 def sinusoid_frequencies(width: int, max_period: float = 10000.0) -> Tensor:
     """[width / 2] float32 on the CPU: ``exp(-ln max_period * i / half)``. Raises InputError on an odd width."""
-    check(width % 2 == 0, "sinusoid_frequencies", f"width must be even, got {width}")
+    check(width % 2 == 0, "sinusoid_frequencies", "width must be even, got {}", width)
     half = width // 2
     return exp(-math.log(max_period) * torch.arange(half, dtype=torch.float32, device="cpu") / half)
 
@@ -35,7 +35,7 @@ def timestep_sinusoid(timesteps: Tensor, frequencies: Tensor) -> Tensor:
     ``timesteps``: [M] in [0, 1], unscaled; ``frequencies``: [F] float32. Raises InputError on a wrong shape
     or dtype.
     """
-    check(timesteps.dim() == 1, "timestep_sinusoid", f"timesteps must be [M], got {list(timesteps.shape)}")
+    check(timesteps.dim() == 1, "timestep_sinusoid", "timesteps must be [M], got {}", timesteps)
     return angle_table(timesteps.to(torch.float32)[:, None], frequencies, torch.float32)
 
 
