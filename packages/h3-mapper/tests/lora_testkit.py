@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import numpy as np
 from h3_mapper import H3Config
-from h3_mapper.lora import Adapter, Raw
+from h3_mapper.lora import Adapter, Raw, Statement
 from h3_mapper.lora.floats import narrow, widen
 from h3_mapper.lora.formats import Naming
 from h3_mapper.lora.modules import places
-from mapper_testkit import TINY
+from mapper_testkit import TINY, write_file
+
+SCALE_ONE = Statement(assume_alpha="rank")
 
 ATTENTION = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0")
 FEED_FORWARD = ("ff.net.0.proj", "ff.net.2")
@@ -71,3 +74,10 @@ def assert_same_products(one: Adapter, two: Adapter) -> None:
             np.testing.assert_array_equal(left[name], right[name], err_msg=name)
         else:
             assert not (left.get(name, right.get(name))).any(), f"{name} is adapted on one side only"
+
+
+def write_lora(path: str, rows: int = TINY.inner_size, columns: int = TINY.hidden_size) -> None:
+    """An adapter of rank 2 on one linear, all zeros."""
+    name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
+    factors = {"A": ("BF16", [2, columns], bytes(4 * columns)), "B": ("BF16", [rows, 2], bytes(4 * rows))}
+    write_file(Path(path), {name.format(side): factor for side, factor in factors.items()})

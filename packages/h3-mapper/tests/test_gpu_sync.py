@@ -9,7 +9,10 @@ from h3_mapper.sync import WeightSync
 from h3_mapper.sync_proof import DifferentWeightsError, LiveDigest, assert_same, combine
 from h3_mapper.tp import shard
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 CONFIG = replace(H3Config(), num_layers=1, num_refiner_layers=1)
 KINDS = {"BF16": torch.bfloat16, "F32": torch.float32}

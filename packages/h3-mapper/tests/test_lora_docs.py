@@ -12,7 +12,7 @@ from h3_mapper.lora.files import save_adapter
 from h3_mapper.spec import Layout
 from lora_testkit import diffusers_lora
 from mapper_testkit import TINY
-from test_lora_files import save_base
+from merge_testkit import save_base
 
 REPOSITORY = Path(__file__).parents[3]
 

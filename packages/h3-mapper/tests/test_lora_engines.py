@@ -19,10 +19,10 @@ from h3_mapper.lora.floats import widen
 from h3_mapper.lora.merge import find_base, merge
 from h3_mapper.lora.modules import atoms_of, places
 from h3_mapper.spec import Layout
-from lora_testkit import assert_same_products, block_modules, diffusers_lora, products, values
+from lora_testkit import SCALE_ONE, assert_same_products, block_modules, diffusers_lora, products, values
 from mapper_testkit import TINY
+from merge_testkit import base_state, save_base, torch_tensor
 from sync_engines import lora_worker, run_ranks
-from test_lora_files import base_state, save_base, torch_tensor
 
 with warnings.catch_warnings():
     # The libraries, and what they import, use deprecated torch and Python functions while being imported.
@@ -37,7 +37,6 @@ with warnings.catch_warnings():
 
 pytestmark = [pytest.mark.engine, pytest.mark.xdist_group("h3-mapper-engines")]
 
-SCALE_ONE = Statement(assume_alpha="rank")
 HALF = Statement(alpha=2.0)
 ENGINE = replace(TINY, num_attention_heads=4, attention_head_dim=16, num_refiner_layers=1, ffn_dim=64)
 WIDE = replace(TINY, attention_head_dim=128)

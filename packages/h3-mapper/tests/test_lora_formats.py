@@ -8,10 +8,8 @@ import pytest
 from h3_mapper.lora import FORMATS, Fc1Rows, QkvRows, Raw, Statement, read, write
 from h3_mapper.lora.errors import ScaleError, UnsupportedAdapterError
 from h3_mapper.lora.floats import narrow, widen
-from lora_testkit import assert_same_products, block_modules, diffusers_lora, products, values
+from lora_testkit import SCALE_ONE, assert_same_products, block_modules, diffusers_lora, products, values
 from mapper_testkit import TINY
-
-SCALE_ONE = Statement(assume_alpha="rank")
 
 
 def reread(written, **statement):

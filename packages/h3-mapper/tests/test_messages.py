@@ -5,45 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from h3_mapper import H3Config, Layout, MapperError, convert, diffusers_to_native, verify
+from h3_mapper import convert, verify
 from h3_mapper.cli import main
-from h3_mapper.errors import AlreadyConvertedError, ConfigError, UnsupportedTensorError
 from h3_mapper.source import open_source
-from h3_mapper.tp import check_degree
 from h3_mapper.tp_files import convert_shards
-from mapper_testkit import TINY, random_diffusers, read_files, reference_native, write_diffusers, write_file
+from lora_testkit import write_lora
+from mapper_testkit import TINY, random_diffusers, write_file
 
 FIRST, SECOND = (f"diffusion_pytorch_model-0000{n}-of-00002.safetensors" for n in (1, 2))
 INDEX = "diffusion_pytorch_model.safetensors.index.json"
 FILE = "diffusion_pytorch_model.safetensors"
 AGAIN = "copy or download the file again"
-
-
-@pytest.fixture
-def src(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    write_diffusers(tmp_path / "src", TINY, shards=2)
-    return tmp_path / "src"
-
-
-@pytest.fixture
-def said(src, capsys):
-    """Run a command that is refused; its one line without the program's name."""
-
-    def run(*args):
-        code = main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert not (src.parent / "out").exists()
-        return err.removeprefix("h3-mapper: ").rstrip("\n")
-
-    return run
-
-
-def lora(path, rows=TINY.inner_size, columns=TINY.hidden_size):
-    name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
-    factors = {"A": ("BF16", [2, columns], bytes(4 * columns)), "B": ("BF16", [rows, 2], bytes(4 * rows))}
-    write_file(Path(path), {name.format(side): factor for side, factor in factors.items()})
 
 
 def one_file(src, held, **config):
@@ -58,7 +30,7 @@ def one_file(src, held, **config):
 
 
 def test_a_single_file_is_named_and_an_adapter_is_told_apart(said, src, capsys):
-    lora("l.safetensors")
+    write_lora("l.safetensors")
     name = "transformer.transformer_blocks.0.attn.to_q.lora_{}.weight"
     both = f"{name.format('A')}, {name.format('B')}"
     refusal = (
@@ -86,7 +58,7 @@ def test_a_file_merged_into_in_its_own_folder_is_not_taken_for_a_folder(src):
         for name, (dtype, shape, data) in random_diffusers(TINY).items()
     }
     one_file(src, finite)
-    lora(src / "l.safetensors")
+    write_lora(src / "l.safetensors")
     code = main(["lora", "merge", f"src/{FILE}", "src/l.safetensors", "src/merged", "--alpha", "rank"])
     assert code == 0
     assert (src / "merged" / "config.json").is_file()
@@ -199,7 +171,7 @@ def test_another_model_is_named_before_its_tensors(said, src):
         "src: 1 name is no H3 tensor's: model.layers.0.self_attn.q_proj.weight; this is a language model; expected a "
         "MiniMax-H3 transformer"
     )
-    lora(src / FILE)  # an adapter beside another model's config.json is an adapter
+    write_lora(src / FILE)  # an adapter beside another model's config.json is an adapter
     (src / "config.json").write_text('{"model_type": "qwen2"}')
     assert "this is an adapter" in said("convert", "src", "out", "--to", "release")
 
@@ -288,90 +260,6 @@ def test_inspect_says_each_problem_once(src, capsys):
     assert problems[1] == "  problem   norm_out.norm.weight has shape [47]; expected [48]"
 
 
-# --- adapters of other sizes ----------------------------------------------------------------------------------------
-
-
-def test_an_adapter_for_other_sizes_asks_for_the_config(said, src, capsys):
-    lora("l.safetensors")
-    assert said("lora", "inspect", "l.safetensors", "--alpha", "rank") == (
-        "l.safetensors: transformer_blocks.0.attn.to_q: A is [2, 48]; expected [rank, 5376]; the released model's "
-        "sizes are assumed; for a model of other sizes pass its config.json (--config, config=)"
-    )
-    assert main(["lora", "inspect", "l.safetensors", "--alpha", "rank", "--config", "src/config.json"]) == 0
-    capsys.readouterr()
-    lora("other.safetensors", columns=47)
-    assert said("lora", "inspect", "other.safetensors", "--config", "src/config.json") == (
-        "other.safetensors: transformer_blocks.0.attn.to_q: A is [2, 47]; expected [rank, 48]; the adapter was made "
-        "for a model of other sizes"
-    )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"lora_alpha": "x"}, "lora_alpha is 'x'; expected a number"),
-        ({"r": [2]}, "r is [2]; expected a number"),
-        ({"rank_pattern": [1]}, "rank_pattern is [1]; expected an object of pattern -> number"),
-        ({"alpha_pattern": {"to_q": "x"}}, "alpha_pattern['to_q'] is 'x'; expected a number"),
-        (
-            {"alpha_pattern": {"(": 3}},
-            "alpha_pattern has '(', no regular expression (missing ), unterminated subpattern at position 0)",
-        ),
-    ],
-)
-def test_a_broken_adapter_config_is_named_by_its_field(said, src, change, message):
-    Path("peft").mkdir()
-    lora("peft/adapter_model.safetensors")
-    settings = {"r": 2, "lora_alpha": 4, "rank_pattern": {}, "alpha_pattern": {"to_k": 8}}
-    config = Path("peft/adapter_config.json")
-    config.write_text(json.dumps(settings | change))
-    inspect = ("lora", "inspect", "peft", "--config", "src/config.json")
-    assert said(*inspect) == f"peft/adapter_model.safetensors: adapter_config.json: {message}"
-    config.write_text(json.dumps(settings))
-    assert main(list(inspect)) == 0
-
-
-def test_a_component_that_the_adapter_does_not_have_is_named(said, src):
-    lora("l.safetensors")
-    inspect = [
-        "lora",
-        "inspect",
-        "l.safetensors",
-        "--config",
-        "src/config.json",
-        "--alpha",
-        "rank",
-        "--component",
-    ]
-    assert said(*inspect, "transformer_ref") == (
-        "l.safetensors: no tensor is of component 'transformer_ref'; the file holds transformer"
-    )
-    assert main([*inspect, "transformer"]) == 0
-
-
-def test_what_is_no_adapter_says_what_it_is(said, src):
-    write_file(Path("none.safetensors"), {})
-    assert said("lora", "inspect", "none.safetensors") == (
-        "none.safetensors: holds no tensor; expected an adapter's factors: export it again"
-    )
-    Path("peft").mkdir()
-    Path("peft/adapter_model.bin").write_bytes(b"PK")
-    assert said("lora", "inspect", "peft") == (
-        "peft: expected adapter_model.safetensors or exactly one .safetensors file, found none; pickled weights are "
-        "never opened (adapter_model.bin): save them as safetensors"
-    )
-    assert said("lora", "inspect", "src").endswith(
-        f"found {FIRST}, {SECOND}; point at the adapter, not at a model"
-    )
-    name = "transformer_blocks.9.attn.to_q.lora_{}.weight".format
-    write_file(Path("deep.safetensors"), {name(side): ("BF16", [1, 1], bytes(2)) for side in "AB"})
-    assert said("lora", "inspect", "deep.safetensors", "--config", "src/config.json") == (
-        "deep.safetensors: none of 1 modules is one of MiniMax-H3's: transformer_blocks.9.attn.to_q; expected names "
-        "such as transformer_blocks.0.attn.to_q or blocks.0.attn.qkv_proj, and blocks below 2; the adapter was made "
-        "for a model of other sizes"
-    )
-
-
 # --- paths ----------------------------------------------------------------------------------------------------------
 
 
@@ -397,95 +285,3 @@ def test_names_of_any_length_and_letter_that_the_disk_takes_are_taken(said, src)
     assert verify("src", longest).equal
     assert said("convert", "src", longest + "b", "--to", "release").endswith("File name too long")
     assert said("convert", "no\nwhere", "out", "--to", "release") == "no\\nwhere: no such file or folder"
-
-
-# --- tensor parallelism on the demo ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_the_demo_can_be_cut_as_the_release_can(tp):
-    from h3_mapper.demo import DEMO
-
-    check_degree(DEMO, tp)
-    check_degree(H3Config(), tp)
-    with pytest.raises(
-        MapperError, match=r"tp 3 does not divide 8 attention heads; this model allows \[1, 2, 4, 8\]"
-    ):
-        check_degree(DEMO, 3)
-
-
-# --- Python ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ([1], "state dict: a list; expected a mapping of names to tensors: pass a state dict"),
-        ({1: 2}, "state dict: key 1 is no name; expected names of tensors"),
-    ],
-)
-def test_what_is_no_state_dict_is_refused(given, message):
-    with pytest.raises(UnsupportedTensorError) as caught:
-        diffusers_to_native(given, layout="release", config=TINY)
-    assert str(caught.value) == message
-
-
-def test_a_module_is_asked_for_its_state_dict():
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Linear(1, 1)
-    with pytest.raises(UnsupportedTensorError) as caught:
-        diffusers_to_native(module, layout="release", config=TINY)
-    assert str(caught.value) == (
-        "state dict: a Linear; expected a mapping of names to tensors: pass its state_dict()"
-    )
-    with pytest.raises(MapperError, match="2 names are no H3 tensor's: bias, weight"):
-        diffusers_to_native(module.state_dict(), layout="release", config=TINY)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"num_attention_heads": 0}, "num_attention_heads is 0; expected a positive integer up to 4,096"),
-        ({"num_layers": 2.5}, "num_layers is 2.5; expected a positive integer up to 4,096"),
-        ({"hidden_size": "48"}, "hidden_size is '48'; expected a positive integer up to 2,147,483,647"),
-        ({"ffn_dim": True}, "ffn_dim is True; expected a positive integer up to 2,147,483,647"),
-        ({"patch_size": [1, 2]}, "patch_size is [1, 2]; expected three positive integers"),
-        ({"rope_theta": 1}, "rope_theta is 1; expected a number above 1"),
-        ({"vsa_gates": 1}, "vsa_gates is 1; expected True or False"),
-    ],
-)
-def test_a_size_no_model_has_is_refused_wherever_it_is_stated(sizes, message):
-    with pytest.raises(ConfigError) as caught:
-        H3Config(**sizes)
-    assert str(caught.value) == f"H3Config: {message}"
-    if "vsa_gates" not in sizes:
-        with pytest.raises(ConfigError) as caught:
-            H3Config.from_mapping({"num_layers": 2, **sizes})
-        assert str(caught.value) == f"config.json: {message}"
-    assert H3Config(patch_size=[1, 2, 2]) == H3Config(rope_theta=10000) == H3Config()
-
-
-def test_words_and_numbers_that_are_none_are_refused_alike_in_python(src):
-    for call, message in {
-        lambda: convert(
-            "src", "out", "grouped"
-        ): "'grouped' is not a layout; expected diffusers, release, module",
-        lambda: convert(
-            "src", "out", "release", digest="md5"
-        ): "'md5' is not a digest; expected xxh3, blake3, none",
-        lambda: convert("src", "out", "release", threads=0): "threads is 0; expected a positive integer",
-        lambda: verify(
-            "src", "src", stated="release"
-        ): "stated is 'release'; expected a pair, the layouts of the two sides (None where they say it)",
-        lambda: H3Config.from_mapping(
-            None
-        ): "the configuration is a NoneType; expected an H3Config or config.json's object (a mapping)",
-    }.items():
-        with pytest.raises(MapperError) as caught:
-            call()
-        assert str(caught.value) == message
-        assert not (src.parent / "out").exists()
-    native = reference_native(read_files(src), TINY, Layout.RELEASE)
-    with pytest.raises(AlreadyConvertedError):
-        diffusers_to_native(native, layout="release", config=TINY)
-    assert verify("src", "src", stated=("diffusers", None)).equal

@@ -14,7 +14,7 @@ from h3_mapper.spec import Layout
 from h3_mapper.sync_proof import LiveDigest, combine, differing, digest_checkpoint
 from h3_mapper.tp_files import convert_shards, open_shard
 from mapper_testkit import TINY
-from test_lora_files import base_state, save_base
+from merge_testkit import base_state, save_base
 from test_sync import expected
 
 EIGHT = replace(TINY, num_attention_heads=8, in_channels=8, audio_in_channels=8)
