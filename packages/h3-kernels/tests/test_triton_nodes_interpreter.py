@@ -1,4 +1,4 @@
-"""The node kernels in Triton's interpreter: see triton_nodes_interpreted.py, which this runs in a child process."""
+"""The node and attention kernels in Triton's interpreter: suites of their own, which this runs in child processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from interpreter import assert_passes_interpreted
 
 pytest.importorskip("triton")
-SUITE = Path(__file__).with_name("triton_nodes_interpreted.py")
+SUITES = ("triton_nodes_interpreted.py", "triton_attention_interpreted.py")
 
 
-def test_node_kernels_in_the_interpreter() -> None:
-    assert_passes_interpreted(SUITE)
+@pytest.mark.parametrize("suite", SUITES)
+def test_kernels_in_the_interpreter(suite: str) -> None:
+    assert_passes_interpreted(Path(__file__).with_name(suite))

@@ -10,10 +10,10 @@ import itertools
 
 import pytest
 import torch
+from bf16_interpreter import bf16_arithmetic
 from h3_kernels import reference
 from h3_kernels.triton import gemm as subject
 from h3_kernels.tuning import Tile
-from triton_nodes_interpreted import bf16_arithmetic
 
 __all__ = ["bf16_arithmetic"]  # an autouse fixture
 
