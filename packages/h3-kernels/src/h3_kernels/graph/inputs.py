@@ -106,9 +106,12 @@ class PackedInputs:
 
         With keys that do not ascend as the rows lie, reads their order back.
         """
+        return self.shapes(), self.max_seqlen, self.text_max_seqlen, self._orders()
+
+    def shapes(self) -> Hashable:
+        """Shape, dtype and device of every tensor."""
         given = (getattr(self, name) for name in TENSORS)
-        shapes = tuple(None if t is None else (tuple(t.shape), t.dtype, t.device) for t in given)
-        return shapes, self.max_seqlen, self.text_max_seqlen, self._orders()
+        return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in given)
 
     def _orders(self) -> Hashable:
         if self.keys is None:
