@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from h3_kernels.testing import interleaved_bench
 from torch import Tensor
 
 ENVIRONMENT = {
@@ -20,8 +19,6 @@ ENVIRONMENT = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }
 """Set in every rank unless the caller has set it otherwise; each record holds what was in force."""
-
-FLUSH_BYTES = 256 << 20
 
 # torch 2.13 renamed both and warns at the old names.
 _all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -122,59 +119,43 @@ def bench(
     All ranks call it with the same names. On GPUs of their own: CUDA graphs, L2 flushed, and the streams meet in a
     small all-reduce before each start, so no rank measures how late another one launched. Elsewhere: wall clock.
     """
-    for run in variants.values():
-        for _ in range(warmup):
-            run()
-    names = list(variants)
-    measure = _by_events(world, variants) if world.timed_by_events else _by_clock(world, variants)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(rounds):
-        for i in range(len(names)):
-            name = names[(turn + i) % len(names)]
-            samples[name].append(measure(name))
-    return slowest(world, {name: statistics.median(times) for name, times in samples.items()})
+    timings = interleaved_bench(
+        variants if world.timed_by_events else {name: _settled(world, run) for name, run in variants.items()},
+        device="cuda" if world.timed_by_events else "cpu",
+        rounds=rounds,
+        warmup=warmup,
+        meet=_meeting(world),
+        capture_error_mode="thread_local",
+    )
+    return slowest(world, {name: timing.median_us for name, timing in timings.items()})
 
 
-def _by_clock(world: World, variants: Mapping[str, Callable[[], object]]) -> Callable[[str], float]:
-    def settle() -> None:
-        if world.device != "cpu":
-            torch.cuda.synchronize()
+def _meeting(world: World) -> Callable[[], object]:
+    """What the ranks do before each start: on GPUs of their own the streams meet, elsewhere the processes."""
+    if world.timed_by_events:
+        held = torch.zeros(1, device="cuda")
+        return lambda: dist.all_reduce(held)
 
-    def measure(name: str) -> float:
-        settle()
+    def meet() -> None:
+        _settle(world)
         dist.barrier()
-        start = time.perf_counter()
-        variants[name]()
-        settle()
-        return (time.perf_counter() - start) * 1e6
 
-    return measure
+    return meet
 
 
-def _by_events(world: World, variants: Mapping[str, Callable[[], object]]) -> Callable[[str], float]:
-    replays = {name: _captured(run) for name, run in variants.items()}
-    scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    meeting = torch.zeros(1, device="cuda")
-
-    def measure(name: str) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()
-        dist.all_reduce(meeting)
-        start.record()
-        replays[name]()
-        stop.record()
-        stop.synchronize()
-        return float(start.elapsed_time(stop)) * 1e3
-
-    return measure
+def _settle(world: World) -> None:
+    if world.device != "cpu":
+        torch.cuda.synchronize()
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    graph = torch.cuda.CUDAGraph()
-    # Other threads of NCCL's watchdog query events meanwhile, which a global capture would forbid.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+def _settled(world: World, run: Callable[[], object]) -> Callable[[], object]:
+    """``run`` until the device is done."""
+
+    def settled() -> None:
         run()
-    return graph.replay
+        _settle(world)
+
+    return settled
 
 
 def environment() -> dict[str, str]:

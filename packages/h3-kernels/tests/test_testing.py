@@ -1,5 +1,7 @@
 """The public test tools fail where they must, and say where."""
 
+import time
+
 import pytest
 import torch
 from h3_kernels.providers import tree_gemm
@@ -92,3 +94,17 @@ def test_the_benchmark_interleaves_and_summarises():
     )
     assert calls == ["a", "b", *"abbaabba"]
     assert all(t.rounds == 4 and t.p10_us <= t.median_us <= t.p90_us for t in timings.values())
+
+
+def test_ranks_meet_before_every_start_and_their_meeting_is_not_timed():
+    """Twin: what the variant itself waits for is."""
+    calls = []
+
+    def meet():
+        calls.append("meet")
+        time.sleep(0.05)
+
+    variants = {"a": lambda: calls.append("a"), "b": lambda: time.sleep(0.05)}
+    timings = interleaved_bench(variants, device="cpu", rounds=3, warmup=1, meet=meet)
+    assert calls == ["a", *["meet", "a", "meet"], *["meet", "meet", "a"], *["meet", "a", "meet"]]
+    assert timings["a"].median_us < 50_000 <= timings["b"].median_us

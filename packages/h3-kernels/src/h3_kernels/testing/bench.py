@@ -33,20 +33,26 @@ def interleaved_bench(
     warmup: int = 3,
     flush_l2: bool = True,
     graphs: bool = True,
+    meet: Callable[[], object] | None = None,
+    capture_error_mode: str = "global",
 ) -> dict[str, Timing]:
     """Time each variant once per round, in a rotating order, and return its median, 10th and 90th percentile.
 
     On CUDA each variant is captured into a graph (``graphs``) and timed by events on the current stream, after a
     write of 256 MiB that empties the L2 (``flush_l2``). On the CPU variants are called and timed by the wall clock.
+    ``meet`` is called right before each start, for ranks that time a collective together; ``capture_error_mode`` is
+    ``torch.cuda.graph``'s: "thread_local" beside threads that query events meanwhile, as NCCL's watchdog does.
     """
     for run in variants.values():
         for _ in range(warmup):
             run()
     names = list(variants)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    measure = (
-        _cuda_measure(variants, flush_l2, graphs) if device.startswith("cuda") else _cpu_measure(variants)
-    )
+    if device.startswith("cuda"):
+        mode = capture_error_mode if graphs else None
+        measure = _by_events(variants, flush_l2, mode, meet)
+    else:
+        measure = _by_clock(variants, meet)
     for turn in range(rounds):
         for i in range(len(names)):
             name = names[(turn + i) % len(names)]
@@ -54,8 +60,12 @@ def interleaved_bench(
     return {name: _timing(times) for name, times in samples.items()}
 
 
-def _cpu_measure(variants: Mapping[str, Callable[[], object]]) -> Callable[[str], float]:
+def _by_clock(
+    variants: Mapping[str, Callable[[], object]], meet: Callable[[], object] | None
+) -> Callable[[str], float]:
     def measure(name: str) -> float:
+        if meet is not None:
+            meet()
         start = time.perf_counter()
         variants[name]()
         return (time.perf_counter() - start) * 1e6
@@ -63,16 +73,21 @@ def _cpu_measure(variants: Mapping[str, Callable[[], object]]) -> Callable[[str]
     return measure
 
 
-def _cuda_measure(
-    variants: Mapping[str, Callable[[], object]], flush_l2: bool, graphs: bool
+def _by_events(
+    variants: Mapping[str, Callable[[], object]],
+    flush_l2: bool,
+    capture: str | None,
+    meet: Callable[[], object] | None,
 ) -> Callable[[str], float]:
-    runs = {name: _captured(run) if graphs else run for name, run in variants.items()}
+    runs = {name: run if capture is None else _captured(run, capture) for name, run in variants.items()}
     scratch = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda") if flush_l2 else None
 
     def measure(name: str) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         if scratch is not None:
             scratch.zero_()
+        if meet is not None:
+            meet()
         start.record()
         runs[name]()
         stop.record()
@@ -82,9 +97,9 @@ def _cuda_measure(
     return measure
 
 
-def _captured(run: Callable[[], object]) -> Callable[[], object]:
+def _captured(run: Callable[[], object], mode: str) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode=mode):
         run()
     return graph.replay
 
