@@ -17,11 +17,13 @@ from typing import Any
 
 import evidence_files
 import gpu_matrix
+import gpu_processes
 import gpu_steps
 import pytest
 import records
 from environment import PACKAGES
-from gpu_steps import BENCHMARKS, Benchmark, Limits, plan, run_benchmark
+from gpu_processes import Limits, run_several
+from gpu_steps import BENCHMARKS, Benchmark, plan, run_benchmark
 from provenance import source_digest_at
 
 import evidence
@@ -106,6 +108,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., N
             (root / "packages" / name / "test_gpu.py").write_text(text)
         (root / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
         monkeypatch.setattr(gpu_steps, "ROOT", root)
+        monkeypatch.setattr(gpu_processes, "ROOT", root)
         monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
 
     return put
@@ -149,11 +152,13 @@ def test_a_package_that_ends_by_itself_has_its_cases_and_no_other(
     assert "(" not in folder.tests["command"]
 
 
-@pytest.mark.parametrize("text", ["import nothing_of_this_name\n", "import os\nos._exit(0)\n"])
+@pytest.mark.parametrize(
+    "text", ["import nothing_of_this_name\n", "import os\nos._exit(0)\n", "def broken(\n"]
+)
 def test_a_package_whose_tests_cannot_be_collected_is_a_failure(
     tmp_path: Path, seen: dict[str, Any], packages: Callable[..., None], text: str
 ) -> None:
-    packages(h3_mapper=text)
+    packages(h3_mapper=f"# pytest.mark.gpu\n{text}")
     assert matrix(tmp_path, "--only", "--tests", "h3-mapper") == 1
     assert "failed" in outcomes(filed(tmp_path)).values()
 
@@ -179,7 +184,7 @@ def test_the_processes_a_step_started_end_with_it(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); exec(open('ranks.py').read())"]
-    assert gpu_steps.run(command, 1, 3.0) is None
+    assert gpu_processes.run(command, 3.0, 1).status is None
     pid = int((tmp_path / "pid").read_text())
     for _ in range(50):
         if not alive(pid):
@@ -198,6 +203,42 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(("jobs", "ends"), [(2, [0, 0]), (1, [None, 0])])
+def test_as_many_run_at_a_time_as_asked(tmp_path: Path, jobs: int, ends: list[int | None]) -> None:
+    """Each waits for the other's file: alone, the first waits until it is interrupted."""
+    code = (
+        "import sys, time, pathlib\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
+        "while not other.exists(): time.sleep(0.01)\n"
+    )
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    commands = {
+        name: [sys.executable, "-c", code, *files]
+        for name, files in {"a": (one, two), "b": (two, one)}.items()
+    }
+    found = dict(run_several(commands, lambda name: 4.0, 1, jobs))
+    assert [found[name].status for name in "ab"] == ends
+
+
+@pytest.mark.engine
+def test_the_files_run_are_those_that_hold_gpu_tests() -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "packages",
+    ]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
+    assert collected == set(gpu_steps.test_files(PACKAGES))
+    assert "packages/h3-mapper/tests/test_plan.py" not in collected
 
 
 def test_a_record_that_did_not_pass_is_no_good_end(

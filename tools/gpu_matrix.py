@@ -2,13 +2,14 @@
 
 One command makes a whole folder. Where a command may not take so long, several make it, each with a part:
 
-    gpu_matrix.py h200 --add --only --budget 560               # every package's tests
+    gpu_matrix.py h200 --add --only --jobs 6 --budget 560      # every package's tests
     gpu_matrix.py h200 --add --no-tests --only gemm sync       # two benchmarks
     gpu_matrix.py h200 --add --no-tests --only step gates divergence --limit step=500
 
 ``--gpus 8`` adds what needs several: the tests of tensor and sequence parallel ranks on a GPU each, and the parallel
-benchmark. Each package's tests and each benchmark run in a process of their own, and the folder is written anew after
-each: what ended before a crash or an interruption is filed. Uses the environment it is started from and downloads
+benchmark. Each file of tests and each benchmark runs in a process of its own, and the folder is written anew after
+each: what ended before a crash or an interruption is filed. ``--jobs 6`` runs six files of tests at a time on the
+device, while they compile kernels on the host. Uses the environment it is started from and downloads
 nothing. The tree needs its history, or ``H3_HEAD`` with the commit it was copied from. Exit status: 0 evidence written
 and every test passed, 1 a test or benchmark failed or was cut short, 2 nothing was run: wrong device, or the folder
 cannot be added to.
@@ -28,7 +29,8 @@ import environment
 import evidence_files
 from environment import PACKAGES
 from evidence_files import NO_TESTS, Folder, Records, Tests
-from gpu_steps import BENCHMARKS, Limits, plan, run_benchmark, run_tests
+from gpu_processes import Limits
+from gpu_steps import BENCHMARKS, plan, run_benchmark, run_tests
 from hardware import HARDWARE, WrongHardware, require
 
 
@@ -85,8 +87,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         type=limit,
         default=[],
         metavar="[STEP=]SECONDS",
-        help="for each package's tests and each benchmark, or for one of them by its name (default: 1800)",
+        help="for each file of tests and each benchmark; STEP: a package or a benchmark (default: 1800)",
     )
+    add("--jobs", type=int, default=1, help="files of tests that run at a time (default: 1)")
     add("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for the whole run")
     add("--add", action="store_true", help="put what this head's folder lacks into it, where there is one")
     add("--out", type=Path, default=evidence_files.EVIDENCE, help="where to file it (default: evidence/)")
@@ -122,8 +125,7 @@ def steps(arguments: argparse.Namespace, filing: Filing, limits: Limits) -> bool
         scratch = Path(name)
         kept = (arguments.results or scratch).absolute()
         files = {name: kept / f"{name}_{arguments.hardware}.json" for name in BENCHMARKS}
-        for package in arguments.packages:
-            tests = run_tests(package, scratch, arguments.gpus, limits.seconds(package))
+        for tests in run_tests(arguments.packages, scratch, arguments.gpus, limits, arguments.jobs):
             filing.add(tests)
             well.append(tests["failed"] == 0)
         for benchmark, beside in plan(arguments.benchmarks):

@@ -1,32 +1,21 @@
-"""The steps of a GPU run: each package's tests and each benchmark, a process each, with seconds to spend and a record
-of what every one reached.
+"""The steps of a GPU run: each file of tests and each benchmark, a process each, and what every one reached.
 
 Standard library and this folder's modules only: what a step needs is imported in its own process.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import outcomes
 import records
-from environment import PACKAGES, ROOT
+from environment import ROOT
 from evidence_files import Records, Tests, tests_of
-
-STOP_SECONDS = 20.0
-"""What an interrupted step has to write down what it found."""
-
-FILE_SECONDS = 5.0
-"""Of a budget, for filing the last step."""
+from gpu_processes import SPENT, Limits, run, run_several
 
 
 @dataclass(frozen=True)
@@ -72,99 +61,37 @@ BENCHMARKS = {
 }
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds a step may take: its own or the common limit, and what is left of the run's budget."""
-
-    common: float
-    own: Mapping[str, float] = field(default_factory=dict)
-    end: float = float("inf")
-    """When the budget is spent, by ``time.monotonic``."""
-
-    @staticmethod
-    def of(given: Iterable[tuple[str, float]], budget: float) -> Limits:
-        """From ("", seconds) for all steps and (step, seconds) for one; later ones win."""
-        own = dict(given)
-        return Limits(own.pop("", 1800.0), own, time.monotonic() + budget)
-
-    def seconds(self, step: str) -> float:
-        """For a step that starts now; 0 where the budget leaves nothing once it must be stopped and filed."""
-        left = self.end - time.monotonic() - STOP_SECONDS - FILE_SECONDS
-        return max(0.0, min(self.own.get(step, self.common), left))
+MARK = "pytest.mark.gpu"
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "gpu")
 
 
-SPENT = "the run's budget was spent"
+def test_files(packages: Iterable[str]) -> dict[str, str]:
+    """The files with GPU tests, by path from the root, and the package of each."""
+    found: dict[str, str] = {}
+    for package in packages:
+        files = sorted((ROOT / "packages" / package).rglob("test_*.py"))
+        found |= {str(file.relative_to(ROOT)): package for file in files if MARK in file.read_text()}
+    return found
 
 
-def environ(gpus: int) -> dict[str, str]:
-    """This process's environment, with the four packages' sources and the tools on the path."""
-    sources = [str(ROOT / "packages" / package / "src") for package in PACKAGES]
-    path = os.pathsep.join([*sources, str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "H3_GPUS": str(gpus)}
-
-
-def run(command: list[str], gpus: int, limit: float) -> int | None:
-    """Run a step; its exit status, or None when it was interrupted after ``limit`` seconds.
-
-    It leads a process group of its own: the ranks it started end with it, so that none holds the device of the next.
-    """
-    process = subprocess.Popen(command, cwd=ROOT, env=environ(gpus), start_new_session=True)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return None
-    finally:
-        _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt a step that still runs, wait for what it writes then, and kill what is left of its group."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def ending(status: int | None, limit: float) -> str:
-    """How a step ended that did not end well, in words."""
-    if status is None:
-        return f"interrupted after {limit:.0f} s"
-    return f"killed by signal {-status}" if status < 0 else f"failed with status {status}"
-
-
-def run_tests(package: str, scratch: Path, gpus: int, limit: float) -> Tests:
-    """Run one package's GPU tests in a process of its own; the outcome of every case that was reached.
+def run_tests(
+    packages: Iterable[str], scratch: Path, gpus: int, limits: Limits, jobs: int = 1
+) -> Iterator[Tests]:
+    """Run the GPU tests of packages, each file in a process of its own; the outcomes of a file as it ends.
 
     Engines and ``torch.distributed`` keep one global group a process, and a fault of the device takes the process down.
     A session that did not end well is itself a failed case, or the test it died in is.
     """
-    line = [
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-m",
-        "gpu",
-        f"packages/{package}",
-    ]
-    command = " ".join(line)
-    if limit <= 0:
-        return _failed(package, f"{command} (not run: {SPENT})")
-    out = scratch / f"{package}.jsonl"
-    status = run([sys.executable, *line, "-p", "outcomes", "--outcomes", str(out)], gpus, limit)
-    if status not in (0, 1, 5):  # 5: no test was selected
-        command += f" ({ending(status, limit)})"
-    return tests_of(outcomes.read(out, f"packages/{package}"), command)
-
-
-def _failed(package: str, command: str) -> Tests:
-    return tests_of([{"name": f"packages/{package}", "outcome": "failed", "seconds": 0.0}], command)
+    files = test_files(packages)
+    outs = {file: scratch / f"{file.replace('/', '.')}.jsonl" for file in files}
+    commands = {
+        file: [sys.executable, *PYTEST, "-p", "outcomes", "--outcomes", str(outs[file]), file]
+        for file in files
+    }
+    for file, ended in run_several(commands, lambda file: limits.seconds(files[file]), gpus, jobs):
+        well = ended.status in (0, 1, 5)  # 1: tests failed, and are named; 5: no test was selected
+        command = " ".join([*PYTEST, file]) + ("" if well else f" ({ended})")
+        yield tests_of(outcomes.read(outs[file], file), command)
 
 
 def plan(wanted: Iterable[str]) -> list[tuple[Benchmark, list[str]]]:
@@ -197,11 +124,11 @@ def run_benchmark(
     options = [text for name in names[1:] for text in (benchmark.beside[name], str(files[name]))]
     several = ["--gpus", str(gpus)] if benchmark.gpus > 1 else []
     command = [sys.executable, benchmark.script, "--out", str(files[benchmark.name]), *options, *several]
-    status = run(command, gpus, limit)
+    ended = run(command, limit, gpus)
     found = {name: records.load(files[name]) for name in names}
     made = [{"benchmark": name, **record} for name in names for record in found[name]]
-    if status != 0:
-        how = ending(status, limit)
-        print(f"gpu_matrix: {benchmark.script} {how}", file=sys.stderr)
-        made += [{"benchmark": name, "incomplete" if found[name] else "not_run": how} for name in names]
-    return made, status == 0 and all(record.get("passed", True) for record in made)
+    if ended.status != 0:
+        print(f"gpu_matrix: {benchmark.script} {ended}", file=sys.stderr)
+        why = str(ended)
+        made += [{"benchmark": name, "incomplete" if found[name] else "not_run": why} for name in names]
+    return made, ended.status == 0 and all(record.get("passed", True) for record in made)
