@@ -158,7 +158,7 @@ def apply_and_store(
         turn ^= 1
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def fc1_swiglu_kernel(
     x, weight, y, M, F, K, BM: gl.constexpr, BF: gl.constexpr, BK: gl.constexpr, BAND: gl.constexpr,
     STAGES: gl.constexpr, PROGRAMS: gl.constexpr, GATE_FIRST: gl.constexpr, ROWS: gl.constexpr, CHUNK: gl.constexpr,
