@@ -5,11 +5,12 @@ Sharding its parameters is in test_collectives.py, with real ranks.
 
 import pytest
 import torch
-from h3_kernels import autograd  # noqa: F401  # registers the ops
+from h3_kernels import autograd
 from h3_kernels.lora import lora_linear
 from h3_kernels.projection import projection, projection_group
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import assert_bitwise_equal, cancellation_inputs, count_differing
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -113,6 +114,33 @@ def test_modes_without_gradients_agree_with_the_op():
     with torch.inference_mode():
         assert_bitwise_equal(model(*tensors).clone(), y.detach())
     assert not model(*(t.detach() for t in tensors)).requires_grad
+
+
+class Watched(TorchDispatchMode):
+    """A mode that lets everything through."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_without_the_dispatcher_values_and_gradients_are_the_op_s(name, monkeypatch):
+    """Without it the op is never asked; where a mode watches what torch does, it is."""
+    op, direct, asked = getattr(OPS, name), getattr(autograd, name.upper()), []
+    monkeypatch.setattr(direct, "_op", lambda *a: asked.append(1) or op(*a))
+    trained, results = name in DIFFERENTIABLE, []
+    for call in (op, direct):
+        arguments = CASES[name](*(leaves() if trained else [t.detach() for t in leaves()]))
+        y = call(*arguments)
+        tensors = [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
+        results.append([y.detach(), *(torch.autograd.grad(y.float().sum(), tensors) if trained else ())])
+    assert len(results[0]) == (1 if not trained else 3 if name == "scaled_add" else 4)
+    for a, b in zip(*results, strict=True):
+        assert_bitwise_equal(a, b, name)
+    assert not asked
+    with Watched():
+        direct(*arguments)
+    assert asked == [1]
 
 
 def test_only_the_gradients_asked_for_are_computed():

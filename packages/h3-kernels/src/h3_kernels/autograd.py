@@ -1,7 +1,8 @@
 """Forward and backward of the two linears as torch.library ops in the ``h3_kernels`` namespace.
 
 Opaque to the compiler and the same code in eager mode, so bits cannot depend on torch.compile, checkpointing or
-sharding. Orders (docs/contract.md):
+sharding. Where nothing traces or transforms a call, the same code runs without the dispatcher. Orders
+(docs/contract.md):
 
 - column-parallel: y is one chain over K; dX is the unit tree over 8 ranges of N, unit-major over the fused parts.
 - row-parallel: y is the unit tree over K; dX is one chain over N, with no sum across ranks.
@@ -16,11 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from h3_kernels.collectives.protocol import by_name
 from h3_kernels.contract import row_range
 from h3_kernels.providers import tree_gemm
+from h3_kernels.reference import traced
 
 NAMESPACE = "h3_kernels"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -31,12 +33,78 @@ _SCALED_ADD_ELEMENTS = 1 << 24
 """Rows are added in blocks of this many elements: fp32 temporaries of 64 MiB, instead of 1 GB at 8349 rows of fc1."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
+def op_adds_nothing(*operands: Any) -> bool:
+    """Whether a call may pass the dispatcher by, which saves half of its host time and changes no bit.
+
+    Not for subclasses (a DTensor has no memory of its own), lazily negated tensors or zeros without memory, and not
+    while torch is compiled, traced or transformed (functorch).
+    """
+    if torch.compiler.is_compiling() or traced() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return all(
+        type(t) in _PLAIN and not t.is_neg() and not t._is_zerotensor()
+        for t in operands
+        if isinstance(t, Tensor)
+    )
+
+
+class Op:
+    """An op of the namespace, or what it does where ``op_adds_nothing``."""
+
+    def __init__(
+        self,
+        name: str,
+        kernel: Callable[..., Tensor],
+        gradient: tuple[Callable[..., Any], Callable[..., None]] | None,
+    ) -> None:
+        self._op = getattr(torch.ops.h3_kernels, name)
+        self._kernel = kernel
+        self._function = None if gradient is None else _function(kernel, *gradient)
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The op of ``arguments``, all of its schema's in order."""
+        if op_adds_nothing(*arguments):
+            if not (torch.is_grad_enabled() and _any_trained(arguments)):
+                return self._kernel(*arguments)
+            if self._function is not None:
+                y: Tensor = self._function.apply(*arguments)  # type: ignore[no-untyped-call]
+                return y
+        result: Tensor = self._op(*arguments)
+        return result
+
+
+def _any_trained(arguments: tuple[Any, ...]) -> bool:
+    return any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+
+
+def _function(
+    kernel: Callable[..., Tensor], backward: Callable[..., Any], setup: Callable[..., None]
+) -> type[torch.autograd.Function]:
+    """The autograd function that ``register_autograd`` makes of an op's gradient."""
+
+    class Direct(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            output = kernel(*inputs)
+            setup(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            return backward(ctx, *grads)
+
+    return Direct
+
+
 def define(
     signature: str,
     kernel: Callable[..., Tensor],
     fake: Callable[..., Tensor],
     gradient: tuple[Callable[..., Any], Callable[..., None]] | None = None,
-) -> None:
+) -> Op:
     """One op: CPU and CUDA kernels are the same function, any other device is an error of the dispatcher.
 
     ``gradient``: its backward, and what keeps the operands for it.
@@ -50,6 +118,7 @@ def define(
     if gradient is not None:
         backward, setup = gradient
         torch.library.register_autograd(f"{NAMESPACE}::{name}", backward, setup_context=setup, lib=_library)
+    return Op(name, kernel, gradient)
 
 
 def rows_of(t: Tensor) -> Tensor:
@@ -102,17 +171,16 @@ def _column_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _column_backward(ctx: Any, dy: Tensor) -> Grads:
     x, weight, order = ctx.saved_tensors
     parts, units, gather_rows, _, provider, collective = ctx.settings
-    ops = torch.ops.h3_kernels
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     dy = dy.to(x.dtype)
     dx = dw = db = None
     if need_x:
-        dx = ops.input_grad(dy, weight, parts, units, bool(gather_rows), provider, collective)
+        dx = INPUT_GRAD(dy, weight, parts, units, bool(gather_rows), provider, collective)
     if need_weight:
-        whole = ops.gather_rows(x, gather_rows, collective) if gather_rows else x
-        dw = ops.weight_grad(dy, whole, order, provider)
+        whole = GATHER_ROWS(x, gather_rows, collective) if gather_rows else x
+        dw = WEIGHT_GRAD(dy, whole, order, provider)
     if need_bias:
-        db = ops.bias_grad(dy, order, ctx.bias_dtype, provider)
+        db = BIAS_GRAD(dy, order, ctx.bias_dtype, provider)
     return dx, dw, db, *[None] * 7
 
 
@@ -153,13 +221,12 @@ def _row_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _row_backward(ctx: Any, dy: Tensor) -> Grads:
     x, weight, order = ctx.saved_tensors
     scatter_rows, provider, collective = ctx.settings
-    ops = torch.ops.h3_kernels
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
     if scatter_rows:
-        dy = ops.gather_rows(dy, x.shape[0], collective)
-    dx = ops.input_grad(dy, weight, [0], 1, False, provider, "") if need_x else None
-    dw = ops.weight_grad(dy, x, order, provider) if need_weight else None
-    db = ops.bias_grad(dy, order, ctx.bias_dtype, provider) if need_bias else None
+        dy = GATHER_ROWS(dy, x.shape[0], collective)
+    dx = INPUT_GRAD(dy, weight, [0], 1, False, provider, "") if need_x else None
+    dw = WEIGHT_GRAD(dy, x, order, provider) if need_weight else None
+    db = BIAS_GRAD(dy, order, ctx.bias_dtype, provider) if need_bias else None
     return dx, dw, db, *[None] * 5
 
 
@@ -257,7 +324,7 @@ def _scaled_add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _scaled_add_backward(ctx: Any, dy: Tensor) -> Grads:
     need_base, need_term, _ = ctx.needs_input_grad
-    term = torch.ops.h3_kernels.scale(dy, ctx.scaling, ctx.term_dtype) if need_term else None
+    term = SCALE(dy, ctx.scaling, ctx.term_dtype) if need_term else None
     return dy if need_base else None, term, None
 
 
@@ -298,39 +365,41 @@ def _gather_rows_fake(rows: Tensor, total: int, collective: str) -> Tensor:
     return rows.new_empty(total, rows.shape[1])
 
 
-define(
+COLUMN_PARALLEL = define(
     "column_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int[] parts, int units, "
     "SymInt gather_rows, ScalarType out_dtype, str provider, str collective) -> Tensor",
     column_parallel,
     _column_parallel_fake,
     (_column_backward, _column_setup),
 )
-define(
+ROW_PARALLEL = define(
     "row_parallel(Tensor x, Tensor weight, Tensor? bias, Tensor? order, int units, bool scatter_rows, "
     "str provider, str collective) -> Tensor",
     row_parallel,
     _row_parallel_fake,
     (_row_backward, _row_setup),
 )
-define(
+INPUT_GRAD = define(
     "input_grad(Tensor dy, Tensor weight, int[] parts, int units, bool scatter_rows, str provider, "
     "str collective) -> Tensor",
     _input_grad,
     _input_grad_fake,
 )
-define(
+WEIGHT_GRAD = define(
     "weight_grad(Tensor dy, Tensor x, Tensor? order, str provider) -> Tensor", _weight_grad, _weight_grad_fake
 )
-define(
+BIAS_GRAD = define(
     "bias_grad(Tensor dy, Tensor? order, ScalarType dtype, str provider) -> Tensor",
     _bias_grad,
     _bias_grad_fake,
 )
-define(
+SCALED_ADD = define(
     "scaled_add(Tensor base, Tensor term, float scaling) -> Tensor",
     scaled_add,
     _scaled_add_fake,
     (_scaled_add_backward, _scaled_add_setup),
 )
-define("scale(Tensor t, float scaling, ScalarType dtype) -> Tensor", _scale, _scale_fake)
-define("gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake)
+SCALE = define("scale(Tensor t, float scaling, ScalarType dtype) -> Tensor", _scale, _scale_fake)
+GATHER_ROWS = define(
+    "gather_rows(Tensor rows, SymInt total, str collective) -> Tensor", _gather_rows, _gather_rows_fake
+)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from h3_kernels import autograd as _ops  # noqa: F401  # registers torch.ops.h3_kernels
+from h3_kernels.autograd import BIAS_GRAD, WEIGHT_GRAD
 from h3_kernels.errors import SessionError
 from h3_kernels.logical_keys import LogicalKeys
 
@@ -175,10 +175,10 @@ class BackwardSession:
         uses = list(parameter.uses.values())
         dy, x = (self._rows(weight, uses, name) for name in ("dy", "x"))
         keys = uses[0].keys if len(uses) == 1 else LogicalKeys(torch.cat([use.keys.keys for use in uses]))
-        ops, provider = torch.ops.h3_kernels, parameter.provider
-        dw = ops.weight_grad(dy, x, keys.order, provider) if weight.requires_grad else None
+        provider = parameter.provider
+        dw = WEIGHT_GRAD(dy, x, keys.order, provider) if weight.requires_grad else None
         needs_bias = bias is not None and bias.requires_grad
-        db = ops.bias_grad(dy, keys.order, bias.dtype, provider) if needs_bias and bias is not None else None
+        db = BIAS_GRAD(dy, keys.order, bias.dtype, provider) if needs_bias and bias is not None else None
         return dw, db
 
     def _rows(self, weight: Tensor, uses: list[_Use], name: str) -> Tensor:

@@ -1,19 +1,18 @@
 """The path of a linear whose gradients involve more than its own op: several weights of one input, or a session.
 
-Everything else takes the ops of autograd.py directly. Both paths run the same gradient ops, so bits agree.
+Everything else takes the ops of autograd.py directly. Both paths run the same gradients, so bits agree.
 """
 
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from h3_kernels import autograd
 from h3_kernels.backward_session import BackwardSession, active_session
 from h3_kernels.logical_keys import LogicalKeys
-from h3_kernels.reference import traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +33,15 @@ class ColumnCall:
         rest = (self.units, self.gather_rows, self.out_dtype, self.provider, self.collective)
         return order, self.parts, *rest
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """y of one weight."""
-        return autograd.column_parallel(x, weight, bias, *self.arguments())
-
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y of one weight, differentiable."""
-        y: Tensor = torch.ops.h3_kernels.column_parallel(x, weight, bias, *self.arguments())
-        return y
+        return autograd.COLUMN_PARALLEL(x, weight, bias, *self.arguments())
 
     def whole(self, x: Tensor, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """x and dys with all rows, in the dtype the products take."""
         rows = x
         if self.gather_rows:
-            rows = torch.ops.h3_kernels.gather_rows(x, self.gather_rows, self.collective)
+            rows = autograd.GATHER_ROWS(x, self.gather_rows, self.collective)
         return rows, [dy.to(x.dtype) for dy in dys]
 
     def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
@@ -60,7 +54,7 @@ class ColumnCall:
             parts = [0]
             dy, weight = autograd.by_unit(rows, 1, self.units), autograd.by_unit(weights, 0, self.units)
         settings = (parts, self.units, bool(self.gather_rows), self.provider, self.collective)
-        dx: Tensor = torch.ops.h3_kernels.input_grad(dy, weight, *settings)
+        dx = autograd.INPUT_GRAD(dy, weight, *settings)
         return dx.view(*dys[0].shape[:-1], dx.shape[-1]) if dys[0].dim() != 2 else dx
 
 
@@ -79,30 +73,22 @@ class RowCall:
         order = None if self.keys is None else self.keys.order
         return order, self.units, self.scatter_rows, self.provider, self.collective
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """y, or this rank's rows of it."""
-        return autograd.row_parallel(x, weight, bias, *self.arguments())
-
     def op(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y, or this rank's rows of it, differentiable."""
-        y: Tensor = torch.ops.h3_kernels.row_parallel(x, weight, bias, *self.arguments())
-        return y
+        return autograd.ROW_PARALLEL(x, weight, bias, *self.arguments())
 
     def whole(self, x: Tensor, dys: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """x and dys with all rows."""
         if not self.scatter_rows:
             return x, dys
-        return x, [torch.ops.h3_kernels.gather_rows(dy, x.shape[0], self.collective) for dy in dys]
+        return x, [autograd.GATHER_ROWS(dy, x.shape[0], self.collective) for dy in dys]
 
     def input_grad(self, dys: list[Tensor], weights: list[Tensor]) -> Tensor:
         """dX: one chain over N."""
-        dx: Tensor = torch.ops.h3_kernels.input_grad(dys[0], weights[0], [0], 1, False, self.provider, "")
-        return dx
+        return autograd.INPUT_GRAD(dys[0], weights[0], [0], 1, False, self.provider, "")
 
 
 Call = ColumnCall | RowCall
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class _Linears(torch.autograd.Function):
@@ -135,13 +121,12 @@ class _Linears(torch.autograd.Function):
             return None, None, dx, *[None] * (2 * len(weights))
         need_weights, need_biases = _split(ctx.needs_input_grad[3:])
         order = None if call.keys is None else call.keys.order
-        ops = torch.ops.h3_kernels
         dws = [
-            ops.weight_grad(dy, rows, order, call.provider) if need else None
+            autograd.WEIGHT_GRAD(dy, rows, order, call.provider) if need else None
             for dy, need in zip(dys, need_weights, strict=True)
         ]
         dbs = [
-            ops.bias_grad(dy, order, dtype, call.provider) if need else None
+            autograd.BIAS_GRAD(dy, order, dtype, call.provider) if need else None
             for dy, dtype, need in zip(dys, ctx.bias_dtypes, need_biases, strict=True)
         ]
         return None, None, dx, *dws, *dbs
@@ -163,20 +148,7 @@ def apply_linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     if session is not None and torch.is_grad_enabled() and trains(weight, bias):
         (y,) = session.eagerly(_apply, call, session, x, [weight], [bias])
         return cast(Tensor, y)
-    if not torch.is_grad_enabled() and op_adds_nothing(x, weight, bias):
-        return call.forward(x, weight, bias)
     return call.op(x, weight, bias)
-
-
-def op_adds_nothing(*operands: Tensor | None) -> bool:
-    """Whether a call without gradients may pass the op by, which saves half of its host time.
-
-    Not for subclasses (a DTensor has no memory of its own) or lazily negated tensors, and not while torch is compiled
-    or traced.
-    """
-    if torch.compiler.is_compiling() or traced():
-        return False
-    return all(t is None or (type(t) in _PLAIN and not t.is_neg()) for t in operands)
 
 
 def apply_group(
@@ -186,8 +158,8 @@ def apply_group(
     session = active_session()
     if session is not None and torch.is_grad_enabled():
         return cast(tuple[Tensor, ...], session.eagerly(_apply, call, session, x, weights, biases))
-    if not torch.is_grad_enabled() and op_adds_nothing(x, *weights, *biases):
-        return tuple(call.forward(x, w, b) for w, b in zip(weights, biases, strict=True))
+    if not torch.is_grad_enabled():
+        return tuple(call.op(x, w, b) for w, b in zip(weights, biases, strict=True))
     return _apply(call, None, x, weights, biases)
 
 

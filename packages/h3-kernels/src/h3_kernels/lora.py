@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from h3_kernels.autograd import SCALED_ADD
 from h3_kernels.collectives.protocol import Collective, check_collective, name_of
 from h3_kernels.contract import UNITS
 from h3_kernels.errors import InputError
@@ -161,8 +162,7 @@ def _expand(
         provider=provider,
         collective=collective,
     )
-    y: Tensor = torch.ops.h3_kernels.scaled_add(base_out, apply_linear(call, h, b, None), float(scaling))
-    return y
+    return SCALED_ADD(base_out, apply_linear(call, h, b, None), float(scaling))
 
 
 def _check_out(name: str, x: Tensor, base_out: Tensor, a: Tensor, b: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from h3_kernels import autograd
 from h3_kernels.backward_session import active_session
-from h3_kernels.linears import op_adds_nothing
 from h3_kernels.providers import tree_gemm
 
 _PROBE_ROWS = 321
@@ -47,11 +46,7 @@ def expand(base: Tensor, h: Tensor, b: Tensor, order: Tensor | None, units: int,
            collective: str) -> Tensor:  # fmt: skip
     """y [T, N] = base [T, N] + h [T, r] b [N, r]^T. ``order``, ``units``, ``provider`` and ``collective`` are of the
     backward, as for ``column_parallel``."""
-    arguments = (base, h, b, order, units, provider, collective)
-    if not torch.is_grad_enabled() and op_adds_nothing(base, h, b):
-        return _forward(*arguments)
-    y: Tensor = torch.ops.h3_kernels.lora_expand(*arguments)
-    return y
+    return LORA_EXPAND(base, h, b, order, units, provider, collective)
 
 
 @functools.lru_cache(maxsize=256)
@@ -101,13 +96,12 @@ def _backward(ctx: Any, dy: Tensor) -> autograd.Grads:
     h, b, order = ctx.saved_tensors
     units, provider, collective = ctx.settings
     need_base, need_h, need_b = ctx.needs_input_grad[:3]
-    ops = torch.ops.h3_kernels
-    dh = ops.input_grad(dy, b, [0], units, False, provider, collective) if need_h else None
-    db = ops.weight_grad(dy, h, order, provider) if need_b else None
+    dh = autograd.INPUT_GRAD(dy, b, [0], units, False, provider, collective) if need_h else None
+    db = autograd.WEIGHT_GRAD(dy, h, order, provider) if need_b else None
     return dy if need_base else None, dh, db, None, None, None, None
 
 
-autograd.define(
+LORA_EXPAND = autograd.define(
     "lora_expand(Tensor base, Tensor h, Tensor b, Tensor? order, int units, str provider, str collective) -> Tensor",
     _forward,
     _fake,
