@@ -285,3 +285,16 @@ def test_names_of_any_length_and_letter_that_the_disk_takes_are_taken(said, src)
     assert verify("src", longest).equal
     assert said("convert", "src", longest + "b", "--to", "release").endswith("File name too long")
     assert said("convert", "no\nwhere", "out", "--to", "release") == "no\\nwhere: no such file or folder"
+
+
+def test_a_quantised_file_names_each_tensor_once(said, src):
+    """A blob is told by its name and by its dtype. Twin: the weight beside it, by its dtype alone."""
+    held = dict(random_diffusers(TINY))
+    weight = "transformer_blocks.0.attn.to_q.weight"
+    held[weight] = ("I8", held[weight][1], held[weight][2][::2])
+    held["transformer_blocks.0.attn.to_q.comfy_quant"] = ("U8", [2], b"{}")
+    one_file(src, held)
+    assert said("convert", "src", "out", "--to", "release") == (
+        "src: quantised weights (transformer_blocks.0.attn.to_q.comfy_quant, transformer_blocks.0.attn.to_q.weight); "
+        "use the BF16 checkpoint (`convert --variant` moves this one if its scales follow rows)"
+    )

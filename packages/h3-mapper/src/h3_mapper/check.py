@@ -214,8 +214,9 @@ def refuse_variants(seen: Seen, where: str = "checkpoint") -> None:
     scales = [name for name in seen if name.rpartition(".")[2] in QUANTISED_MARKS]
     packed = [name for name, (_, dtype) in seen.items() if QUANTISED_DTYPES.fullmatch(dtype)]
     if scales or packed:
+        names = {*scales, *packed}  # a blob is both: its name says so, and its bytes do
         raise QuantisedVariantError(
-            f"{where}: quantised weights ({listed([*scales, *packed], 3)}); use the BF16 checkpoint "
+            f"{where}: quantised weights ({listed(names, 3)}); use the BF16 checkpoint "
             "(`convert --variant` moves this one if its scales follow rows)"
         )
 
