@@ -36,6 +36,22 @@ def test_another_kind_of_run_is_no_whole_step(change: dict[str, Any]) -> None:
     assert readme_tables.whole_steps([STEP | change]) == ""
 
 
+def test_a_captured_step_is_told_from_a_launched_one_and_has_a_cell_against_the_engine_captured_too() -> None:
+    """Twin: where the engine's step could not be captured, there is no such cell."""
+    step = STEP | {
+        "engine": "diffusers",
+        "direction": "step",
+        "case": "captured",
+        "ours_ms": 6.0,
+        "ratio": 0.6,
+    }
+    assert [row[1:] for row in cells(readme_tables.whole_steps([step | {"stock_captured_ms": 4.0}]))[1:]] == [
+        ["LoRA training step from CUDA graphs / as shipped", "0.60"],
+        ["LoRA training step, both from CUDA graphs", "1.50"],
+    ]
+    assert len(cells(readme_tables.whole_steps([step | {"stock_captured_refused": "no"}]))) == 2
+
+
 def test_a_divergence_names_its_first_output() -> None:
     traces = [
         {"case": "again", "outputs": ["a", "b", "c"], "share": [0.0, 0.0, 0.0]},

@@ -24,24 +24,27 @@ def bits(found: list[dict[str, Any]]) -> str:
         return ""
     model = f"{bound['blocks']} blocks of full width, random weights and {bound['rows']} rows"
     differ = f"**{bound['differing']:,} of {bound['values']:,} velocities differ** between the two engines"
-    return f"On an H200, {model}, {differ}; as shipped {shipped['differing']:,} do.\n"
+    head = str(bound.get("environment", {}).get("head", "unknown"))[:12]
+    return f"On an H200, {model}, {differ}; as shipped {shipped['differing']:,} do (measured at `{head}`).\n"
 
 
 def cost() -> str:
     """The range of each kind of ratio."""
-    steps = [r for r in records.load(RESULTS / "step_h200.json") if _is_whole_step(r)]
-    eager = [r for r in steps if "case" not in r]
+    steps = _whole_steps(records.load(RESULTS / "step_h200.json"))
+    eager, from_graphs, both = (
+        [r for r in steps if r.get("case") in cases]
+        for cases in ((None,), OURS_FROM_GRAPHS, BOTH_FROM_GRAPHS)
+    )
     longest = max((r["rows"] for r in eager), default=0)
-    whole = "whole forwards and training steps"
+    whole, shipped = "whole forwards and training steps", "the engines as shipped"
     found = {
         ("converting a checkpoint", "`cp`"): [
             r for r in records.load(RESULTS / "mapper_cpu.json") if _is_conversion(r)
         ],
-        (f"{whole}, {longest} rows", "the engines as shipped"): [r for r in eager if r["rows"] == longest],
-        (f"{whole}, fewer rows, launched node by node", "the same"): [
-            r for r in eager if r["rows"] < longest
-        ],
-        ("forwards of fewer rows, from CUDA graphs", "the same"): [r for r in steps if "case" in r],
+        (f"{whole}, {longest} rows", shipped): [r for r in eager if r["rows"] == longest],
+        (f"{whole}, fewer rows, launched node by node", shipped): [r for r in eager if r["rows"] < longest],
+        (f"{whole}, fewer rows, from CUDA graphs", shipped): from_graphs,
+        (f"{whole}, fewer rows, from CUDA graphs", "the engines captured too"): both,
         ("single linears of the contracts", "`F.linear`"): [
             r for r in records.load(RESULTS / "gemm_h200.json") if _is_default_linear(r)
         ],
@@ -100,19 +103,36 @@ def linears(found: list[dict[str, Any]]) -> str:
 
 def whole_steps(found: list[dict[str, Any]]) -> str:
     """Denoise forwards of both engines and the trainer's LoRA step, every node bound, against the engine as shipped."""
-    runs = {
-        ("forward", None): "forward",
-        ("forward", "graph"): "forward, CUDA graph",
-        ("step", None): "LoRA training step",
-    }
-    shown = [r | {"run": runs[r["direction"], r.get("case")]} for r in found if _is_whole_step(r)]
-    return _by_rows(found, shown, ("engine", "run"), ("whole transformer, time / as shipped", "run"))
+    shown = [r | {"run": RUNS[r["direction"], r.get("case")]} for r in _whole_steps(found)]
+    return _by_rows(found, shown, ("engine", "run"), ("whole transformer, time / the engine's", "run"))
 
 
-def _is_whole_step(record: dict[str, Any]) -> bool:
-    """A run of all blocks, eager or captured, not extrapolated, that does not ask the engine's cache of timesteps."""
-    plain = "measured_blocks" not in record and record.get("adaln") != "cached"
-    return plain and record.get("case") in (None, "graph") and bool(record.get("ratio"))
+RUNS = {
+    ("forward", None): "forward",
+    ("forward", "replayed"): "forward from CUDA graphs / as shipped",
+    ("forward", "graph"): "forward, both from CUDA graphs",
+    ("step", None): "LoRA training step",
+    ("step", "captured"): "LoRA training step from CUDA graphs / as shipped",
+    ("step", "both captured"): "LoRA training step, both from CUDA graphs",
+}
+OURS_FROM_GRAPHS, BOTH_FROM_GRAPHS = ("replayed", "captured"), ("graph", "both captured")
+STOCK_CAPTURED = ("stock_captured_ms", "stock_captured_without_rng_states_ms")
+
+
+def _whole_steps(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Runs of all blocks, not extrapolated, that do not ask the engine's cache of timesteps; a captured step a second
+    time where the engine's own could be captured, against that."""
+    runs = []
+    for r in found:
+        plain = "measured_blocks" not in r and r.get("adaln") != "cached"
+        if plain and r.get("ratio") and (r["direction"], r.get("case")) in RUNS:
+            runs.append(r)
+            runs += [
+                r | {"case": "both captured", "ratio": r["ours_ms"] / r[peer]}
+                for peer in STOCK_CAPTURED
+                if peer in r
+            ]
+    return runs
 
 
 def _by_rows(
