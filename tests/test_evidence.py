@@ -183,9 +183,18 @@ def test_the_newest_folder_is_taken_by_day_and_then_by_commit(folder: Path) -> N
 
 def test_every_claim_names_pages_that_exist_packages_of_ours_and_a_benchmark_that_can_be_run() -> None:
     for claim in evidence.claims():
-        assert list((ROOT / "benchmarks").glob(f"{claim['benchmark'].partition('-')[0]}*.py")), claim["id"]
+        script = f"{claim['benchmark'].partition('-')[0]}*.py"
+        assert [*(ROOT / "benchmarks").glob(script), *(ROOT / "tools").glob(script)], claim["id"]
         assert all((ROOT / page).is_file() for page in claim["pages"]), claim["id"]
         assert set(claim["packages"]) <= {path.name for path in (ROOT / "packages").iterdir()}
+
+
+def test_every_result_the_documents_show_is_a_claim_that_may_grow_old() -> None:
+    """`benchmarks/results/NAME_HARDWARE.json` is shown by docs/results.md; a name that is claimed nowhere is missed."""
+    claimed = {(claim["benchmark"], claim["hardware"]) for claim in evidence.claims()}
+    shown = {tuple(path.stem.rsplit("_", 1)) for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert shown <= claimed
+    assert ("lora", "h200") not in claimed
 
 
 def test_the_repositorys_own_evidence_is_accepted() -> None:
