@@ -20,7 +20,7 @@ def numpy(purpose: str) -> ModuleType:
     try:
         import numpy as found
     except ModuleNotFoundError:
-        raise MissingExtraError(f"{purpose} needs numpy: pip install 'h3-mapper[numpy]'") from None
+        raise MissingExtraError(f"{purpose} needs numpy: pip install numpy") from None
     return found
 
 
