@@ -81,10 +81,11 @@ class Handle:
         Weight gradients then sum over rows in ascending key order, whatever the packing. The keys of a
         forward stay with it: they hold for its backward, and for recomputation under
         `enable_gradient_checkpointing`, after the block has ended. Raises LogicalKeysError if a key repeats
-        or the number of rows does not fit.
+        or the number of rows does not fit. In scope `model` the packed rows' keys say those of the others.
         """
         device = next(self._model.parameters()).device
-        with self.settings.ring.using({name: LogicalKeys(key.to(device)) for name, key in keys.items()}):
+        named = ["packed"] if self.settings.scope is Scope.MODEL and "packed" in keys else list(keys)
+        with self.settings.ring.using({name: LogicalKeys(keys[name].to(device)) for name in named}):
             yield
 
     @contextmanager
