@@ -226,7 +226,9 @@ class GraphBinding:
         settings = self._graph_settings(self._replacements(inputs), traced=self._unlike_the_last(inputs))
         served = self._replays.serves(inputs, settings, terms_only=not self._overlay and not self._auditors)
         if served and self._record.watcher is None and not self._hooked():
-            places = self._tensors.places(), step_capture.adapters(wrapped_sites(self._linears))
+            state, terms = step_capture.adapters(wrapped_sites(self._linears))
+            weights = [*self._tensors.held(), *terms]
+            places = tuple(weight.data_ptr() for weight in weights), state
             return self._replays.run(self._dit, self._weights, inputs, settings, places)
         return self._run(self._dit.begin(self._weights, inputs, settings))
 
@@ -244,7 +246,8 @@ class GraphBinding:
     def _step(self) -> TrainingStep:
         step_capture.refuse_surroundings(self._model, hooked=self._hooked())
         fixed = requested(self._settings.attention), self._fused
-        return step_capture.step_of(self._model, self._launched, wrapped_sites(self._linears), fixed)
+        wrapped = wrapped_sites(self._linears)
+        return step_capture.step_of(self._model, self._launched, wrapped, self._tensors.held(), fixed)
 
     def _hooked(self) -> bool:
         """Whether something surrounds the blocks (FSDP2, offload, a wrapper), so that they must be called."""

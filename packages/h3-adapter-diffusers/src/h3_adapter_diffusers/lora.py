@@ -39,31 +39,32 @@ class LoraTerm:
 
 def is_wrapper(module: nn.Module | None) -> bool:
     """Whether `module` is a PEFT layer around a base layer."""
-    return hasattr(module, "base_layer") and hasattr(module, "get_base_layer")
+    return "base_layer" in getattr(module, "_modules", ()) and hasattr(module, "get_base_layer")
 
 
 def base_of(module: nn.Module | None) -> Any:
     """The linear itself, whatever wraps it."""
     linear: Any = module
-    while linear is not None and "base_layer" in linear._modules and is_wrapper(linear):
+    while is_wrapper(linear):
         linear = linear.base_layer
     return linear
 
 
 def wrapper_obstacle(wrapper: Any) -> str | None:
     """Why the strict term does not cover this PEFT wrapper, or None if it does."""
-    if not hasattr(wrapper, "lora_A") or not hasattr(wrapper, "lora_B"):
+    modules = wrapper._modules  # asked once a linear and forward, so not by nn.Module's own slower search
+    if "lora_A" not in modules or "lora_B" not in modules:
         return f"adapter type {type(wrapper).__module__.split('.')[-2]} has no contract; only LoRA has"
-    if is_wrapper(wrapper.base_layer):
+    if is_wrapper(modules["base_layer"]):
         return "wrapped twice; put both adapters into one wrapper with add_adapter"
     for name in wrapper.active_adapters:
-        if name not in wrapper.lora_A:
+        if name not in modules["lora_A"]._modules:
             continue
         if getattr(wrapper, "lora_variant", {}).get(name) or getattr(wrapper, "use_dora", {}).get(name):
             return f"adapter {name!r} is a LoRA variant (DoRA or other), which the rollout engine does not compute"
         if getattr(wrapper, "lora_bias", {}).get(name):
             return f"adapter {name!r} has a LoRA bias, which the rollout engine does not compute"
-        if wrapper.training and getattr(wrapper.lora_dropout[name], "p", 0.0) > 0.0:
+        if wrapper.training and getattr(modules["lora_dropout"][name], "p", 0.0) > 0.0:
             return f"adapter {name!r} uses dropout, which the rollout engine does not: set lora_dropout=0 or eval()"
     return None
 

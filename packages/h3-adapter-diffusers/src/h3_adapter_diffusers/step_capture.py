@@ -54,16 +54,22 @@ def step_of(
     model: Any,
     forward: Callable[[PackedInputs], tuple[Tensor, Tensor]],
     wrapped: Mapping[str, list[Site]],
+    base: Sequence[Tensor],
     fixed: Hashable,
 ) -> TrainingStep:
-    """The step of `forward`; `wrapped` are its LoRA sites, `fixed` what else its kernels depend on."""
+    """The step of `forward` over the weights `base` and the LoRA sites `wrapped`; `fixed`: what else its kernels depend
+    on."""
     switches = model.gradient_checkpointing, model.token_refiner.gradient_checkpointing
+    state, terms = adapters(wrapped)
+    weights = [*base, *terms]
+    trained = [weight for weight in weights if weight.requires_grad]
+    which = tuple(weight.requires_grad for weight in weights)
     return TrainingStep(
         forward=forward,
-        trained=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        leaves=lambda: _aliases(model),
-        places=lambda: _places(model),
-        kind=(switches, fixed, adapters(wrapped)),
+        weights=weights,
+        trained=trained,
+        leaves=lambda: _aliases(model, trained),
+        kind=(switches, fixed, state, which),
     )
 
 
@@ -90,33 +96,31 @@ def _as_shipped(function: Any) -> bool:
 
 
 @contextmanager
-def _aliases(model: nn.Module) -> Iterator[Sequence[Tensor]]:
-    """Other leaves of the same memory in the place of the trained parameters, in their order, until the block ends."""
-    found: dict[nn.Parameter, nn.Parameter] = {}
-    owners = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-    held = [(module, name, p) for module, name, p in owners if p.requires_grad]
+def _aliases(model: nn.Module, trained: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """Other leaves of the same memory in the place of `trained`, in their order, until the block ends."""
+    found = {id(parameter): nn.Parameter(parameter.detach()) for parameter in trained}
+    held = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if id(parameter) in found
+    ]
     try:
         for module, name, parameter in held:
-            if parameter not in found:
-                found[parameter] = nn.Parameter(parameter.detach())
-            module._parameters[name] = found[parameter]
+            module._parameters[name] = found[id(parameter)]
         yield list(found.values())
     finally:
         for module, name, parameter in held:
             module._parameters[name] = parameter
 
 
-def _places(model: nn.Module) -> Hashable:
-    """Where every parameter lies, what it is, and whether it is trained."""
-    return tuple(_place(parameter) for parameter in model.parameters())
-
-
-def adapters(wrapped: Mapping[str, list[Site]]) -> Hashable:
-    """What the host reads of PEFT's wrappers in a forward, and where their active weights lie.
+def adapters(wrapped: Mapping[str, list[Site]]) -> tuple[Hashable, list[Tensor]]:
+    """What the host reads of PEFT's wrappers in a forward, and the weights of their active terms.
 
     Raises BoundModelError for a wrapper that no term covers.
     """
     states: list[Hashable] = []
+    weights: list[Tensor] = []
     for site in (site for sites in wrapped.values() for site in sites):
         wrapper: Any = site.module
         settle(wrapper)
@@ -124,17 +128,15 @@ def adapters(wrapped: Mapping[str, list[Site]]) -> Hashable:
         if reason is not None:
             raise BoundModelError(f"{site.name}: {reason}")
         states.append((site.name, wrapper.disable_adapters, wrapper.merged))
-        states += [
-            (
-                name,
-                wrapper.scaling[name],
-                *(_place(side[name].weight) for side in (wrapper.lora_A, wrapper.lora_B)),
-            )
-            for name in wrapper.active_adapters
-            if name in wrapper.lora_A
-        ]
-    return tuple(states)
+        sides = [wrapper._modules[side]._modules for side in ("lora_A", "lora_B")]
+        for name in wrapper.active_adapters:
+            if name in sides[0]:
+                pair = [_weight(side[name]) for side in sides]
+                weights += pair
+                states.append((name, wrapper.scaling[name], *((t.shape, t.dtype) for t in pair)))
+    return tuple(states), weights
 
 
-def _place(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.requires_grad
+def _weight(linear: Any) -> Tensor:
+    weight: Tensor = linear._parameters["weight"]
+    return weight

@@ -41,8 +41,11 @@ class DiffusersTensors(Mapping[str, Tensor]):
 
     def _held(self, name: str) -> Tensor | None:
         owner, attribute, kind = self._where[name]
-        held: Tensor | None = getattr(base_of(owner._modules[attribute]), kind)
-        return held
+        linear = base_of(owner._modules[attribute])
+        parameters: dict[str, Tensor | None] = (
+            linear._parameters
+        )  # nn.Module's own search takes longer than a launch
+        return parameters[kind] if kind in parameters else getattr(linear, kind)
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._held(name)
@@ -57,10 +60,9 @@ class DiffusersTensors(Mapping[str, Tensor]):
             )
         return tensor
 
-    def places(self) -> tuple[int | None, ...]:
-        """Where every parameter lies now; None for a linear without bias."""
-        held = (self._held(name) for name in self._where)
-        return tuple(None if tensor is None else tensor.data_ptr() for tensor in held)
+    def held(self) -> list[Tensor]:
+        """Every parameter as it is now."""
+        return [tensor for tensor in map(self._held, self._where) if tensor is not None]
 
     def __contains__(self, name: object) -> bool:
         return name in self._where

@@ -39,15 +39,23 @@ class TrainingStep:
 
     forward: Callable[[PackedInputs], Velocities]
     """Reads nothing from the device, draws no random numbers, and leaves no tensor behind."""
+    weights: Sequence[Tensor]
+    """Every tensor that the forward reads beside its rows, as it lies now."""
     trained: Sequence[Tensor]
-    """The leaves that want a gradient."""
+    """Those of them that want a gradient: leaves."""
     leaves: Callable[[], AbstractContextManager[Sequence[Tensor]]]
     """Puts leaves of the same memory in the place of ``trained`` while a step is captured: the accumulators of the
     trained ones may belong to another stream, which a capture must not touch."""
-    places: Callable[[], Hashable]
-    """Where every weight lies now."""
     kind: Hashable
-    """What else the host has decided: settings, checkpointing, which adapters are active, their scales."""
+    """What else the host has decided: settings, checkpointing, what is trained, active adapters and their scales."""
+
+    def places(self) -> Hashable:
+        """Where every weight lies now."""
+        return tuple(weight.data_ptr() for weight in self.weights)
+
+    def versions(self) -> Hashable:
+        """Counts the changes in place of what is trained."""
+        return tuple(leaf._version for leaf in self.trained)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,7 +180,7 @@ class _Replayed(torch.autograd.Function):
         captured.inputs.fill(inputs)
         captured.forward.replay()
         ctx.graphs, ctx.captured, ctx.step = graphs, captured, step
-        ctx.turn, ctx.before = graphs.take_turn(), _state(step)
+        ctx.turn, ctx.before = graphs.take_turn(), (step.places(), step.versions())
         return captured.outputs[0].clone(), captured.outputs[1].clone()
 
     @staticmethod
@@ -185,7 +193,7 @@ class _Replayed(torch.autograd.Function):
                 " overwritten; run each backward once, before the next forward, or release the captured steps"
             )
         graphs.take_turn()
-        if _state(ctx.step) != ctx.before:
+        if (ctx.step.places(), ctx.step.versions()) != ctx.before:
             raise CaptureError(
                 "weights moved or were changed in place between a captured forward and its backward; step the optimizer"
                 " and sync weights after the backward"
@@ -194,10 +202,6 @@ class _Replayed(torch.autograd.Function):
             mine.copy_(theirs)
         captured.backward.replay()
         return None, None, None, None, *_copies(captured.grads)
-
-
-def _state(step: TrainingStep) -> Hashable:
-    return step.places(), tuple(leaf._version for leaf in step.trained)
 
 
 def _copies(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
