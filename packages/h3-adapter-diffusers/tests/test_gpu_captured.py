@@ -68,9 +68,10 @@ def differing(a, b):
     return [n for n in a if not torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))]
 
 
-@pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "alpha"), [(torch.bfloat16, 32), (torch.float32, 32), (torch.bfloat16, 7)], ids=str
+    ("keyed", "dtype", "alpha"),
+    [(False, torch.bfloat16, 32), (True, torch.float32, 32), (True, torch.bfloat16, 7)],
+    ids=str,
 )
 def test_replayed_steps_have_the_bits_of_launched_ones(keyed, dtype, alpha):
     """Three packings in turn, other timesteps, then the optimizer's step in place, then all again."""
