@@ -128,6 +128,27 @@ def test_results_are_filed_under_the_commit_whose_source_they_ran_on(
     assert not (tmp_path / "evidence" / head / "cpu").exists()
 
 
+def test_results_are_added_to_a_folder_where_that_is_asked_and_never_put_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "evidence")
+    monkeypatch.setattr(evidence, "claims", lambda: [CLAIM, CLAIM | {"benchmark": "nodes"}])
+    gemm, head = measured(tmp_path / "a.json"), git("rev-parse", "HEAD")
+    nodes = f"nodes={gemm.partition('=')[2]}"
+
+    def filed(result: str, add: bool) -> int:
+        return evidence.file_results("h200", [result], head, evidence.NO_TESTS, add)
+
+    assert [filed(gemm, False), filed(nodes, False), filed(gemm, True), filed(nodes, True)] == [0, 1, 1, 0]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert "--add puts in what it lacks" in said[0]
+    assert "holds gemm already" in said[1]
+    (found,) = evidence.folders(tmp_path / "evidence")
+    assert [record["benchmark"] for record in found.report["records"]] == ["gemm", "nodes"]
+    assert not found.edited
+
+
 def test_evidence_of_other_source_than_its_heads_is_refused(tmp_path: Path) -> None:
     seen = environment()
     seen["sources"]["h3-kernels"] = "0" * 64
