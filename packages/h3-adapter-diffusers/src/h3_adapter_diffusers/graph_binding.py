@@ -16,7 +16,7 @@ import torch
 from h3_kernels import graph
 from h3_kernels.attention_providers import requested
 from h3_kernels.audit import Auditor, AuditRow
-from h3_kernels.binding import Binding, Bound, External, Ran, Refused, served
+from h3_kernels.binding import Binding, Bound, External, Refused, served
 from h3_kernels.graph import (
     DiTConfig,
     ModuleWeights,
@@ -43,6 +43,7 @@ from h3_adapter_diffusers.errors import BoundModelError, InstallError
 from h3_adapter_diffusers.graph_lora import diffusers_terms, strict_terms, with_terms, wrapped_sites
 from h3_adapter_diffusers.linear_binding import fused_flags, gemm_call, provider_obstacles, restore
 from h3_adapter_diffusers.overlays import Outputs, Replacement, audited, diffusers_arithmetic, expand
+from h3_adapter_diffusers.record import Record
 from h3_adapter_diffusers.settings import Settings
 from h3_adapter_diffusers.survey import Site, find_sites, obstacles, wrapper_obstacles
 from h3_adapter_diffusers.weights import DiffusersTensors, base_state, native_names
@@ -83,7 +84,7 @@ class GraphBinding:
             raise InstallError(reasons)
         self._draws = settings.mode is not Mode.STRICT or bool(self._overlay)  # maybe random numbers
         self._auditors = {n.name: Auditor() for n in self._dit.nodes} if settings.mode is Mode.AUDIT else {}
-        self._record = _Record(self._dit.nodes[-1].name)
+        self._record = Record(self._dit.nodes[-1].name)
         self._replays = Replays()
         self.steps: StepGraphs | None = None
         """Where training steps are captured, if they are (`captured.capture_steps`)."""
@@ -173,16 +174,6 @@ class GraphBinding:
         vars(module)["forward"] = ours
         self._replaced[name] = module, ours
 
-    def _unlike_the_last(self, inputs: PackedInputs) -> bool:
-        """Whether this forward may run something that the record does not say yet, or is watched.
-
-        Recording takes the host a tenth of what a forward of few rows takes it.
-        """
-        kind = inputs.shapes(), frozenset(self._record.tuned), requested(self._settings.attention)
-        known = self._record.complete and kind == self._record.kind and self._record.watcher is None
-        self._record.kind = kind
-        return bool(self._draws or not known)
-
     def _graph_settings(self, overlay: Mapping[str, Replacement], *, traced: bool = True) -> graph.Settings:
         s = self._settings
         return graph.Settings(
@@ -223,7 +214,9 @@ class GraphBinding:
         return MiniMaxH3TransformerOutput(sample=outputs[0], audio_sample=outputs[1])
 
     def _launched(self, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
-        settings = self._graph_settings(self._replacements(inputs), traced=self._unlike_the_last(inputs))
+        overlay = self._replacements(inputs)
+        known = self._record.knows(inputs.shapes(), requested(self._settings.attention))
+        settings = self._graph_settings(overlay, traced=self._draws or not known)
         served = self._replays.serves(inputs, settings, terms_only=not self._overlay and not self._auditors)
         if served and self._record.watcher is None and not self._hooked():
             state, terms = step_capture.adapters(wrapped_sites(self._linears))
@@ -307,36 +300,6 @@ class GraphBinding:
             else:
                 chosen[name] = with_terms(wrapped[name], given, strict) if name in wrapped else given
         return chosen
-
-
-class _Record:
-    """Tracer of the last forward: what computed each node; passes everything on to a tracer of the
-    caller's."""
-
-    def __init__(self, last: str) -> None:
-        self.actual: dict[str, str] = {}
-        self.ran: dict[str, Ran] = {}
-        self.tuned: set[str] = set()
-        self.watcher: Tracer | None = None
-        self.kind: object = None
-        self.last = last
-
-    @property
-    def complete(self) -> bool:
-        """Whether the forward that was recorded came to its end."""
-        return self.last in self.ran
-
-    def begin(self, inputs: PackedInputs) -> None:
-        self.actual, self.ran = {}, {}
-        if self.watcher is not None:
-            self.watcher.begin(inputs)
-
-    def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
-        self.actual[node.name] = actual
-        first = next(iter(outputs.values()))
-        self.ran[node.name] = Ran(0, first.shape[0], first.device, k_contiguous=True)
-        if self.watcher is not None:
-            self.watcher.record(node, requested, actual, outputs)
 
 
 class _StageForward:
