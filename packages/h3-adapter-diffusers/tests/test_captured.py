@@ -238,9 +238,14 @@ def test_the_order_of_keys_is_kept_and_their_values_are_not(model, captures):
     with capture_steps(model) as steps:
         train(model, request, handle=handle)
         train(model, request, handle=handle, sample_id=5)
-        assert len(steps) == 1
+        place = torch.randperm(len(request.packed), generator=torch.Generator().manual_seed(1))
+        train(model, replace(request, packed=request.packed.permuted(place)), handle=handle)
+        assert len(steps) == 1, "packed rows are sorted before the graph"
+        packed = replace(request.packed, video_indices=request.packed.video_indices.flip(0))
+        train(model, replace(request, packed=packed, video=request.video.flip(0)), handle=handle)
+        assert len(steps) == 2, "latent rows are not"
         train(model, request)  # no keys
-        assert len(steps) == 2
+        assert len(steps) == 3
 
 
 def test_a_backward_after_another_step_or_for_the_second_time_is_refused(model):

@@ -55,7 +55,8 @@ def capture_steps(model: nn.Module, *, graphs: int = GRAPHS) -> CapturedSteps:
     """Capture every forward with gradients of an installed model, and its backward, until `release`.
 
     The first step over rows of some shapes takes about three; then it is replayed. Rows may have logical keys; other
-    shapes, another order of rows, other adapters, scales or switches are another capture, `graphs` of them are kept.
+    shapes, another order of latent rows under them, other adapters, scales or switches are another capture, `graphs` of
+    them are kept.
     Values of weights and inputs are followed; a weight that moved is captured anew. Forwards without gradients, and
     those a tracer watches, are launched as before.
 
