@@ -379,6 +379,23 @@ def test_only_a_run_of_the_same_source_software_and_device_is_added(
     assert (filed(tmp_path) == first) == bool(says)
 
 
+@pytest.mark.parametrize(("name", "status"), [("nothing_of_this_name", 2), ("json", 0)])
+def test_an_environment_that_could_not_file_runs_nothing(
+    tmp_path: Path,
+    seen: dict[str, Any],
+    benchmark_of: Callable[..., Benchmark],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    status: int,
+) -> None:
+    monkeypatch.setattr(gpu_matrix, "FOR_FIGURES", (name,))
+    benchmark_of("gemm", ONE)
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm") == status
+    assert (f"lacks {name}" in capsys.readouterr().err) == (status == 2)
+    assert (tmp_path / "evidence").exists() == (status == 0)
+
+
 def test_an_edited_folder_is_not_added_to(
     first: evidence.Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

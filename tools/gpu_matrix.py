@@ -18,6 +18,7 @@ cannot be added to.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import signal
 import sys
 import tempfile
@@ -104,9 +105,16 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+FOR_FIGURES, FOR_TESTS = ("matplotlib",), ("pytest", "pytest_timeout")
+
+
 def start(arguments: argparse.Namespace) -> Filing:
-    """Check the device, the source and the folder. Raises ValueError or `WrongHardware` in one line."""
+    """Check the device, the modules, the source and the folder. Raises ValueError or `WrongHardware` in one line."""
     require(arguments.hardware, arguments.gpus)
+    needed = FOR_FIGURES + (FOR_TESTS if arguments.packages else ())
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ValueError(f"this environment lacks {', '.join(lacking)}: add what is missing, nothing was run")
     seen = environment.collect()
     if seen["head"] == "unknown":
         raise ValueError(
