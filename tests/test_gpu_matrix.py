@@ -1,7 +1,4 @@
-"""A GPU run in parts: what each step reached is filed whatever becomes of it, and a folder takes only what it lacks.
-
-Devices, packages and benchmarks are stand-ins; the runner, its processes and the files it writes are the real ones.
-"""
+"""A GPU run in parts: what each step reached is filed, whatever becomes of it."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,105 +20,22 @@ import pytest
 import records
 from environment import PACKAGES
 from gpu_processes import Limits, run_several
+from gpu_stand_ins import (
+    CRASHES,
+    FAILS,
+    ONE,
+    PASSES,
+    ROOT,
+    SEEN,
+    SLEEPS_THEN_ONE,
+    TWO_THEN_SLEEPS,
+    WRITES,
+    filed,
+    matrix,
+)
 from gpu_steps import BENCHMARKS, Benchmark, plan, run_benchmark
-from provenance import source_digest_at
 
 import evidence
-
-ROOT = Path(__file__).parent.parent
-SCHEMA = json.loads((ROOT / "evidence" / "schema.json").read_text())
-
-SEEN = {"head": "unknown"}
-
-PASSES = "import pytest\npytestmark = pytest.mark.gpu\ndef test_one(): pass\n"
-CRASHES = f"import os\n{PASSES}def test_two(): os.abort()\ndef test_three(): pass\n"
-FAILS = f"{PASSES}def test_two(): assert False\n"
-
-WRITES = """
-import argparse, sys, time
-from pathlib import Path
-from records import Writer
-parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path)
-parser.add_argument("--gates", type=Path)
-arguments = parser.parse_args()
-writer = Writer(arguments.out)
-"""
-ONE = WRITES + 'writer.add({"ratio": 0.9})\n'
-TWO_THEN_SLEEPS = ONE + 'writer.add({"ratio": 0.8})\ntime.sleep(60)\nwriter.add({"ratio": 0.7})\n'
-SLEEPS_THEN_ONE = WRITES + 'time.sleep(60)\nwriter.add({"ratio": 0.9})\n'
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """`main` takes SIGTERM for an interruption; the test run keeps its own meaning of it."""
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The environment of every run: HEAD's source on a device that is always there. A test may change it."""
-    done = subprocess.run(
-        ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    )
-    head = done.stdout.strip()
-    found: dict[str, Any] = {
-        "python": "3.12",
-        "system": "Linux",
-        "cpu": "x",
-        "cores": 2,
-        "software": {"torch": "2.11.0"},
-        "gpu": {"name": "NVIDIA H200", "clocks.sm": "1980 MHz"},
-        "head": head,
-        "sources": {name: source_digest_at(head, name) for name in PACKAGES},
-    }
-    monkeypatch.setattr(gpu_matrix, "require", lambda key, gpus: None)
-    monkeypatch.setattr(gpu_matrix.environment, "collect", lambda: found)
-    return found
-
-
-@pytest.fixture
-def benchmark_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Benchmark]:
-    """Puts a script in the place of a benchmark of the table."""
-
-    def put(name: str, text: str, **options: Any) -> Benchmark:
-        script = tmp_path / f"{name}.py"
-        script.write_text(text)
-        made = Benchmark(name, str(script), **options)
-        monkeypatch.setitem(BENCHMARKS, name, made)
-        return made
-
-    return put
-
-
-@pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts files of tests in the place of the packages'."""
-
-    def put(**files: str) -> None:
-        root = tmp_path / "tree"
-        for name in PACKAGES:
-            (root / "packages" / name).mkdir(parents=True, exist_ok=True)
-            text = files.get(name.replace("-", "_"), PASSES)
-            (root / "packages" / name / "test_gpu.py").write_text(text)
-        (root / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-        monkeypatch.setattr(gpu_steps, "ROOT", root)
-        monkeypatch.setattr(gpu_processes, "ROOT", root)
-        monkeypatch.setenv("PYTHONPATH", str(ROOT / "tools"))
-
-    return put
-
-
-def matrix(tmp_path: Path, *words: str) -> int:
-    return gpu_matrix.main(["h200", "--out", str(tmp_path / "evidence"), *words])
-
-
-def filed(tmp_path: Path) -> evidence.Folder:
-    (folder,) = evidence.folders(tmp_path / "evidence")
-    assert evidence.problems(folder, SCHEMA) == []
-    return folder
 
 
 def outcomes(folder: evidence.Folder) -> dict[str, str]:
@@ -303,127 +217,6 @@ def test_a_limit_for_an_unknown_step_is_refused(capsys: pytest.CaptureFixture[st
     assert gpu_matrix.parse(["h200", "--limit", "9", "step=3"]).limit == [("", 9.0), ("step", 3.0)]
 
 
-@pytest.fixture
-def first(
-    tmp_path: Path,
-    seen: dict[str, Any],
-    benchmark_of: Callable[..., Benchmark],
-    packages: Callable[..., None],
-    capsys: pytest.CaptureFixture[str],
-) -> evidence.Folder:
-    """A run's folder: the benchmark gemm, and that sync could not run."""
-    benchmark_of("gemm", ONE)
-    benchmark_of("sync", ONE, needs=("nothing_of_this_name",))
-    assert matrix(tmp_path, "--no-tests", "--only", "gemm", "sync") == 0
-    benchmark_of("sync", ONE)
-    packages()
-    capsys.readouterr()
-    return filed(tmp_path)
-
-
-def test_a_second_run_adds_what_the_folder_lacks(first: evidence.Folder, tmp_path: Path) -> None:
-    """Its tests, and the benchmark that could not run before."""
-    assert matrix(tmp_path, "--add", "--only", "sync", "--tests", "h3-mapper", "h3-kernels") == 0
-    second = filed(tmp_path)
-    assert [r["benchmark"] for r in second.report["records"]] == ["gemm", "sync"]
-    assert second.tests["passed"] == 2
-    assert matrix(tmp_path, "--add", "--only", "--tests", "h3-adapter-vllm") == 0
-    third = filed(tmp_path)
-    assert third.report["records"] == second.report["records"]
-    assert third.tests["passed"] == 3
-    assert third.tests["command"].count("-m pytest") == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ((), "--add puts in what it lacks"),
-        (("--add",), "holds gemm already"),
-    ],
-)
-def test_a_folder_is_not_written_over(
-    first: evidence.Folder,
-    tmp_path: Path,
-    words: tuple[str, ...],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert matrix(tmp_path, "--no-tests", "--only", "gemm", *words) == 2
-    said = capsys.readouterr().err
-    assert says in said
-    assert len(said.splitlines()) == 1
-    assert filed(tmp_path) == first
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"software": {"torch": "2.12.0"}}, "other software"),
-        ({"gpu": {"name": "NVIDIA H100"}}, "other gpu"),
-        ({"sources": {}}, "other sources"),
-        ({"gpu": {"name": "NVIDIA H200", "clocks.sm": "345 MHz"}, "cores": 8}, ""),
-    ],
-)
-def test_only_a_run_of_the_same_source_software_and_device_is_added(
-    first: evidence.Folder,
-    seen: dict[str, Any],
-    tmp_path: Path,
-    change: dict[str, Any],
-    says: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Clocks and the host may differ: the last case is added."""
-    seen |= change
-    assert matrix(tmp_path, "--add", "--no-tests", "--only", "sync") == (2 if says else 0)
-    assert says in capsys.readouterr().err
-    assert (filed(tmp_path) == first) == bool(says)
-
-
-@pytest.mark.parametrize(("name", "status"), [("nothing_of_this_name", 2), ("json", 0)])
-def test_an_environment_that_could_not_file_runs_nothing(
-    tmp_path: Path,
-    seen: dict[str, Any],
-    benchmark_of: Callable[..., Benchmark],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    status: int,
-) -> None:
-    monkeypatch.setattr(gpu_matrix, "FOR_FIGURES", (name,))
-    benchmark_of("gemm", ONE)
-    assert matrix(tmp_path, "--no-tests", "--only", "gemm") == status
-    assert (f"lacks {name}" in capsys.readouterr().err) == (status == 2)
-    assert (tmp_path / "evidence").exists() == (status == 0)
-
-
-def test_an_edited_folder_is_not_added_to(
-    first: evidence.Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = first.path / "report.json"
-    report.write_text(report.read_text().replace("0.9", "0.8"))
-    assert matrix(tmp_path, "--add", "--no-tests", "--only", "sync") == 2
-    assert "digest does not match" in capsys.readouterr().err
-
-
-def test_folders_of_several_machines_become_one(
-    first: evidence.Folder,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """`evidence.py add`; the same folder again is refused."""
-    assert matrix(tmp_path / "other", "--only", "sync", "--tests", "h3-mapper") == 0
-    (other,) = evidence.folders(tmp_path / "other" / "evidence")
-    with monkeypatch.context() as patch:
-        patch.setattr(evidence, "EVIDENCE", tmp_path / "filed")
-        assert [evidence.add_folder(path) for path in (first.path, other.path, other.path)] == [0, 0, 1]
-    assert "holds h3-mapper, sync already" in capsys.readouterr().err
-    (whole,) = evidence.folders(tmp_path / "filed")
-    assert evidence.problems(whole, SCHEMA) == []
-    assert evidence_files.measured(whole.report["records"]) == {"gemm", "sync"}
-    assert whole.tests["passed"] == 1
-
-
 def test_a_termination_stops_the_step_and_keeps_the_steps_before(
     tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
 ) -> None:
@@ -486,3 +279,20 @@ def test_a_script_that_is_missing_is_said(tmp_path: Path, benchmark_of: Callable
     Path(made.script).unlink()
     found, well = run_benchmark(made, [], {"gemm": tmp_path / "gemm.json"}, 1, 60.0)
     assert (found, well) == ([{"benchmark": "gemm", "not_run": "failed with status 2"}], False)
+
+
+@pytest.mark.parametrize(("name", "status"), [("nothing_of_this_name", 2), ("json", 0)])
+def test_an_environment_that_could_not_file_runs_nothing(
+    tmp_path: Path,
+    seen: dict[str, Any],
+    benchmark_of: Callable[..., Benchmark],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    status: int,
+) -> None:
+    monkeypatch.setattr(gpu_matrix, "FOR_FIGURES", (name,))
+    benchmark_of("gemm", ONE)
+    assert matrix(tmp_path, "--no-tests", "--only", "gemm") == status
+    assert (f"lacks {name}" in capsys.readouterr().err) == (status == 2)
+    assert (tmp_path / "evidence").exists() == (status == 0)
