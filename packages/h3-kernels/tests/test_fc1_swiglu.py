@@ -1,12 +1,13 @@
-"""fc1 and SwiGLU in one launch, off the GPU: its schedule in threads, its code for Hopper, and where the graph runs it.
+"""fc1 and SwiGLU in one launch, off the GPU: interpreted, compiled for Hopper, and where the graph runs it.
 
-The bits themselves are the GPU's (test_gpu_fc1_swiglu.py). Here: every element is the one of the two nodes apart, no
-buffer is read before it is written or written before it is read, nothing spills, and the graph's results are the same
-with the launch and without, while a trace sees both nodes.
+The bits themselves are the GPU's (test_gpu_fc1_swiglu.py). Here: every element is the one of the two nodes apart, the
+code neither spills nor moves operands through registers, and the graph's results are the same with the launch and
+without, while a trace sees both nodes.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -20,95 +21,57 @@ from h3_kernels.graph import Settings
 from h3_kernels.providers import GemmCall
 from h3_kernels.testing import assert_bitwise_equal, count_differing
 from h3_kernels.trace import Recorder, first_divergence
+from interpreter import assert_passes_interpreted
+
+pytest.importorskip("triton")
+SUITE = Path(__file__).with_name("fc1_swiglu_interpreted.py")
 
 BF16 = torch.bfloat16
 SHARED_BLOCK = 232448
 CALL = GemmCall(8349, 28672, 5376, 1, BF16, BF16, "k", "k", False, "cuda", (9, 0))
 
 
-@pytest.fixture
-def kernels():
-    pytest.importorskip("triton.experimental.gluon")
-    from h3_kernels.triton import fc1_swiglu
-
-    return fc1_swiglu
+def test_in_the_interpreter() -> None:
+    assert_passes_interpreted(SUITE)
 
 
-# The schedule.
-
-
-def in_partitions(kernels, x, weight, gate_first, *, programs=2, late=0, **changes):
-    """The kernel on a CPU, in tiles of 128 tokens and 32 features, 16 deep."""
-    from warp_partitions import Descriptor, Partitions
-
-    rows, features = x.shape[0], weight.shape[0] // 2
-    tile = replace(tuning.FC1_SWIGLU, n=64, k=16, band=2)
-    y = torch.full((rows, features), float("nan"), dtype=BF16)
-    constants = kernels.constants(tile, programs=programs, gate_first=gate_first) | changes
-    Partitions(kernels, late).launch(
-        "fc1_swiglu_kernel", programs,
-        Descriptor(x, tile.m, tile.k), Descriptor(weight, tile.n, tile.k), Descriptor(y, kernels.HALF, tile.n),
-        rows, features, x.shape[1], **constants,
-    )  # fmt: skip
-    return y
-
-
-def whole_numbers(rows, features, k):
-    """Operands whose sums are exact in fp32 in any order: only the schedule can change a bit."""
-    generator = torch.Generator().manual_seed(rows)
-    draw = torch.randint(-3, 4, (rows + 2 * features, k), generator=generator).to(BF16)
-    return draw[:rows].contiguous(), draw[rows:].contiguous() * 0.125
-
-
-def apart(x, weight, gate_first):
-    y = (x.float() @ weight.float().t()).to(BF16).float()
-    first, second = y.chunk(2, dim=1)
-    gate, value = (first, second) if gate_first else (second, first)
-    return (gate * (1.0 / (1.0 + torch.exp(-gate))) * value).to(BF16)
-
-
-@pytest.mark.parametrize("gate_first", [True, False], ids=["gate first", "value first"])
-@pytest.mark.parametrize("sizes", [(1, 64, 16), (70, 128, 40), (129, 192, 72), (300, 64, 136)], ids=str)
-def test_every_element_is_the_one_of_the_two_nodes(kernels, sizes, gate_first):
-    """Fewer steps than stages and more, tiles that reach over every edge, programs with several tiles and with none."""
-    x, weight = whole_numbers(*sizes)
-    expected = apart(x, weight, gate_first)
-    assert_bitwise_equal(in_partitions(kernels, x, weight, gate_first), expected)
-    assert (
-        count_differing(in_partitions(kernels, x, weight, not gate_first), expected) > 0
-    )  # twin: halves swapped
-
-
-def test_a_product_that_reads_after_its_stage_was_given_back_is_caught(kernels):
-    """Twin of the schedule: products that are still under way when the ring is told they are not."""
-    x, weight = whole_numbers(129, 64, 136)
-    assert count_differing(in_partitions(kernels, x, weight, True, late=1), apart(x, weight, True)) > 0
-
-
-# The code.
-
-
-def compiled(kernels, gate_first, **changes):
+def compiled(gate_first, capability=90):
+    from h3_kernels.triton.fc1_swiglu import fc1_swiglu_kernel
     from triton import compile as compile_kernel
     from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon._runtime import GluonASTSource
+    from triton.compiler import ASTSource
 
     tile = tuning.FC1_SWIGLU
-    blocks = {"x": (tile.m, tile.k), "weight": (tile.n, tile.k), "y": (kernels.HALF, tile.n)}
-    constants = kernels.constants(tile, programs=132, gate_first=gate_first) | changes
+    constants = {
+        "BM": tile.m, "BF": tile.n, "BK": tile.k, "BAND": tile.band, "PROGRAMS": 132, "GATE_FIRST": gate_first,
+    }  # fmt: skip
+    blocks = {"x": [tile.m, tile.k], "weight": [2, tile.n, tile.k], "y": [tile.m, tile.n]}
     signature = {
-        **{
-            name: f"tensordesc<bf16{list(block)},{kernels.block_layout(*block)!r}>"
-            for name, block in blocks.items()
-        },
+        **{name: f"tensordesc<bf16{block}>" for name, block in blocks.items()},
         **dict.fromkeys(("M", "F", "K"), "i32"),
         **dict.fromkeys(constants, "constexpr"),
     }
     aligned = {(i,): [["tt.divisibility", 16]] for i in (4, 5)}
-    source = GluonASTSource(
-        fn=kernels.fc1_swiglu_kernel, signature=signature, constexprs=constants, attrs=aligned
-    )
-    return compile_kernel(source, target=GPUTarget("cuda", 90, 32), options=kernels.OPTIONS)
+    source = ASTSource(fn=fc1_swiglu_kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False}
+    return compile_kernel(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("gate_first", [True, False], ids=["gate first", "value first"])
+def test_hopper_code_multiplies_256_columns_at_once_and_does_not_spill(gate_first, tmp_path):
+    """Bits rest on wgmma alone. Operands go from the copy engine to it without a trip through registers."""
+    kernel = compiled(gate_first)
+    code = kernel.asm["ptx"]
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in code
+    assert "mma.sync" not in code
+    assert "fma.rn.f32" not in code
+    assert "ld.shared" not in code
+    assert "ldmatrix" not in code
+    assert not re.findall(r"\b(atom|red)\.", code)
+    assert kernel.metadata.shared <= SHARED_BLOCK
+    report = ptxas(code, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "C7510" not in report  # ptxas's notice that no two wgmma may overlap
 
 
 def ptxas(ptx, tmp_path):
@@ -130,20 +93,6 @@ def ptxas(ptx, tmp_path):
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize("gate_first", [True, False], ids=["gate first", "value first"])
-def test_hopper_code_multiplies_256_columns_at_once_and_does_not_spill(kernels, gate_first, tmp_path):
-    """Bits rest on wgmma alone; C7510 is ptxas's notice that it lets no two of them overlap."""
-    kernel = compiled(kernels, gate_first)
-    code, report = kernel.asm["ptx"], ptxas(kernel.asm["ptx"], tmp_path)
-    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in code
-    assert "mma.sync" not in code
-    assert "fma.rn.f32" not in code
-    assert not {"atom.", "red."} & set(code.split())
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
-    assert "C7510" not in report
-    assert kernel.metadata.shared <= SHARED_BLOCK
-
-
 # The graph.
 
 
@@ -158,13 +107,13 @@ def test_hopper_code_multiplies_256_columns_at_once_and_does_not_spill(kernels, 
     ],
     ids=str,
 )
-def test_what_is_refused(kernels, change, reason):
+def test_what_is_refused(change, reason):
     assert subject.refuses(CALL) is None
     assert reason in subject.refuses(replace(CALL, **change))
 
 
 def test_operands_on_the_cpu_are_not_served():
-    x, weight = whole_numbers(4, 128, 16)
+    x, weight = torch.zeros(4, 16, dtype=BF16), torch.zeros(256, 16, dtype=BF16)
     assert not subject.served(x, weight, gate_first=True)
 
 

@@ -8,7 +8,6 @@ node run apart. Where it is not served (`refuses`), or not proved, the caller ru
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from h3_kernels.cuda_providers import plain, prove
 from h3_kernels.nodes.swiglu import swiglu
 from h3_kernels.providers import ALIGNMENT, GemmCall, Unproven, capability
 
-NAME = "fc1-swiglu-sm90"
+NAME = "triton-fc1-swiglu"
 
 
 def served(x: Tensor, weight: Tensor, *, gate_first: bool) -> bool:
@@ -59,7 +58,7 @@ def refuses(call: GemmCall) -> str | None:
         return f"takes halves of a multiple of {tuning.FC1_SWIGLU.n} columns, the weight has {call.n} rows"
     if call.m <= tuning.FC1_SWIGLU_ROWS:
         return f"is slower than the two nodes up to {tuning.FC1_SWIGLU_ROWS} rows, the call has {call.m}"
-    return _missing()
+    return None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,13 +106,3 @@ def _readable(*operands: Tensor) -> bool:
         and t.shape[1] * t.element_size() % ALIGNMENT == 0
         for t in operands
     )
-
-
-@functools.cache
-def _missing() -> str | None:
-    """Why the kernel cannot be compiled here, or None: Gluon is a part of Triton that still changes."""
-    try:
-        importlib.import_module("h3_kernels.triton.fc1_swiglu")
-    except (ImportError, AttributeError) as error:
-        return f"is written for the Gluon of Triton 3.6 and 3.7: {error}"
-    return None
