@@ -26,14 +26,15 @@ class Hardware:
     providers: tuple[str, ...]
 
 
-HOPPER_PROVIDERS = ("triton", "cublaslt", "bmm-tree", "fused-sm90")
 PORTABLE_PROVIDERS = ("triton", "cublaslt", "bmm-tree")
+COMPILED_PROVIDERS = (*PORTABLE_PROVIDERS, "fma")
+HOPPER_PROVIDERS = (*COMPILED_PROVIDERS, "fused-sm90")
 
 HARDWARE = (
     Hardware("h100", r"H100", (9, 0), (2, 11), (3, 6), (12, 8), (PROJECTION, PARALLEL), HOPPER_PROVIDERS),
     Hardware("h200", r"H200", (9, 0), (2, 11), (3, 6), (12, 8), (PROJECTION, PARALLEL), HOPPER_PROVIDERS),
     Hardware(
-        "b200", r"\bG?B200", (10, 0), (2, 11), (3, 6), (12, 8), (PROJECTION, PARALLEL), PORTABLE_PROVIDERS
+        "b200", r"\bG?B200", (10, 0), (2, 11), (3, 6), (12, 8), (PROJECTION, PARALLEL), COMPILED_PROVIDERS
     ),
     Hardware("a100", r"A100", (8, 0), (2, 11), (3, 6), (12, 8), (PROJECTION, PARALLEL), PORTABLE_PROVIDERS),
 )

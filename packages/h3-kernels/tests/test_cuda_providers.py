@@ -7,13 +7,20 @@ import time
 import pytest
 import torch
 from h3_kernels import cuda_providers, tuning
-from h3_kernels.cuda_providers import BmmTreeProvider, CublasLtProvider, FusedSm90Provider, TritonProvider
+from h3_kernels.cuda_providers import (
+    BmmTreeProvider,
+    CublasLtProvider,
+    FmaProvider,
+    FusedSm90Provider,
+    TritonProvider,
+)
 from h3_kernels.providers import GemmCall, Unproven
 from h3_kernels.reference import fold_tree, unit_partials
 
 BF16, F32 = torch.bfloat16, torch.float32
 CALL = GemmCall(925, 5376, 7168, 8, BF16, BF16, "k", "k", False, "cuda", (9, 0))
 CHAIN = dataclasses.replace(CALL, units=1)
+FP32 = dataclasses.replace(CHAIN, a_dtype=F32, out_dtype=F32)
 
 
 @pytest.mark.parametrize(
@@ -25,6 +32,11 @@ CHAIN = dataclasses.replace(CALL, units=1)
         (CublasLtProvider(), dataclasses.replace(CHAIN, a_dtype=F32), "bf16 to bf16"),
         (BmmTreeProvider(), CHAIN, "one chain"),
         (BmmTreeProvider(), dataclasses.replace(CALL, a_dtype=F32), "bf16"),
+        (FmaProvider(), CHAIN, "fp32 to fp32"),
+        (FmaProvider(), dataclasses.replace(FP32, units=8), "one chain"),
+        (FmaProvider(), dataclasses.replace(FP32, b_layout="n"), "along k and n"),
+        (FmaProvider(), dataclasses.replace(FP32, device_type="cpu"), "runs on CUDA"),
+        (FmaProvider(), dataclasses.replace(FP32, capability=(8, 0)), "capability 8.0"),
         (FusedSm90Provider(), dataclasses.replace(CALL, capability=(10, 0)), "9.0"),
         (FusedSm90Provider(), dataclasses.replace(CALL, a_dtype=F32), "bf16"),
     ],
@@ -36,16 +48,24 @@ def test_refusals_say_why(provider, call, reason):
 @pytest.mark.parametrize(
     ("units", "m", "n", "k", "order"),
     [
-        (1, 925, 21504, 5376, ["cublaslt", "fused-sm90", "triton"]),
+        (1, 925, 21504, 5376, ["fma", "cublaslt", "fused-sm90", "triton"]),
         (1, 70, 28672, 5376, ["fused-sm90", "cublaslt", "triton"]),
         (8, 925, 5376, 7168, ["fused-sm90", "bmm-tree", "triton"]),
     ],
 )
 def test_the_faster_measured_provider_is_asked_first(units, m, n, k, order):
-    names = ("triton", "bmm-tree", "cublaslt", "fused-sm90")
+    names = ("triton", "bmm-tree", "cublaslt", "fma", "fused-sm90")
     ranked = sorted(names, key=lambda name: -tuning.rank(name, m, n, k, units))
     assert [name for name in ranked if name in order] == order
     assert ranked[: len(order)] == order
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "tile"),
+    [(5845, 5376, 64), (5845, 96, 32), (834, 64, 16), (648, 5376, 64), (49, 96, 16)],
+)
+def test_fp32_blocks_narrow_until_every_multiprocessor_has_three(m, n, tile):
+    assert tuning.fma_tile(m, n) == tile
 
 
 def test_split_k_is_off_inside_and_as_before_outside_even_after_an_error(monkeypatch):

@@ -41,13 +41,17 @@ def test_ptxas_serialises_nothing_and_keeps_fragments_in_registers(hopper):
     assert "serialized" not in log  # C7510 and its kin: wgmma would run one at a time
     assert "C7508" not in log  # setmaxnreg ignored
     spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", log)]
-    assert len(spills) == CONFIGURATIONS + 4  # the reduction is compiled for 1, 2, 4 and 8 units
+    # The reduction is compiled for 1, 2, 4 and 8 units, the fp32 GEMM for three tiles.
+    assert len(spills) == CONFIGURATIONS + 4 + len(tuning.FMA_TILES)
     assert max(spills) <= SPILL_LIMIT
 
 
 @needs_nvcc
 def test_machine_code_multiplies_on_tensor_cores_alone(hopper):
-    """HGMMA with fp32 accumulation, and no fused multiply-add anywhere: every sum of the tree is an add of its own."""
+    """HGMMA with fp32 accumulation, and no fused multiply-add: every sum of the tree is an add of its own.
+
+    The fp32 GEMM alone is a chain of them.
+    """
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     code = subprocess.run(
@@ -60,11 +64,13 @@ def test_machine_code_multiplies_on_tensor_cores_alone(hopper):
         assert re.search(r"HGMMA\.64x\d+x16\.F32\.BF16", text)
         assert "HMMA" not in text
         assert not re.search(r"\bATOM[GS]?\.|\bREDG?\.E", text)  # no sum depends on arrival
-    assert "FFMA" not in code
+    chains = {name for name, text in kernels.items() if "FFMA" in text}
+    assert len(chains) == len(tuning.FMA_TILES)
+    assert all("fma_gemm" in name for name in chains)
 
 
 @needs_nvcc
-def test_blackwell_gets_the_reduction(tmp_path, monkeypatch):
+def test_blackwell_gets_the_reduction_and_the_fp32_gemm(tmp_path, monkeypatch):
     monkeypatch.setenv("H3_KERNELS_CACHE", str(tmp_path))
     built = extension.build((10, 0))
     written = built.stat().st_mtime_ns
@@ -146,7 +152,8 @@ def test_plans_of_the_measured_cells(planned):
 
     assert tile(70, 7168) == (72, 2)
     assert tile(925, 7168) == (160, 1)
-    assert tile(8349, 7168) == (192, 1)
+    assert tile(8349, 7168) == (160, 1)
+    assert tile(8349, 14336) == (192, 1)
 
 
 @pytest.mark.parametrize("weight_transposed", [False, True])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from h3_kernels import tuning
 from h3_kernels.binding import Probe
-from h3_kernels.fused import FusedGemm, tree_reduce
+from h3_kernels.fused import FusedGemm, fma_gemm, fma_refuses, tree_reduce
 from h3_kernels.providers import GemmCall, Unproven, register
 
 BMM_SCRATCH = 256 << 20
@@ -83,6 +83,32 @@ class CublasLtProvider:
         return _probe(self.run, call, device)
 
 
+class FmaProvider:
+    """fp32 operands by the CUDA extension: chains of fused multiply-adds (csrc/fma_gemm.cu)."""
+
+    name = "fma"
+
+    def refuses(self, call: GemmCall) -> str | None:
+        """Trees, dtypes other than fp32 in and out, transposed operands; a missing nvcc is a reason too."""
+        if call.units != 1:
+            return f"computes one chain, the call has {call.units} units"
+        if call.a_dtype != torch.float32 or call.out_dtype != torch.float32:
+            return f"multiplies fp32 to fp32, the call is {call.a_dtype} to {call.out_dtype}"
+        if (call.a_layout, call.b_layout) != ("k", "k"):
+            return f"reads rows along K, the operands lie along {call.a_layout} and {call.b_layout}"
+        return _elsewhere(call) or fma_refuses(call.capability)
+
+    def run(self, a: Tensor, b: Tensor, *, units: int, out_dtype: torch.dtype, bias: Tensor | None) -> Tensor:
+        """See ``h3_kernels.fused.fma_gemm``; a bias of another dtype by Triton."""
+        if bias is not None and bias.dtype != torch.float32:
+            return TritonProvider().run(a, b, units=units, out_dtype=out_dtype, bias=bias)
+        return fma_gemm(a, b, bias)
+
+    def probe(self, call: GemmCall, device: torch.device) -> Probe:
+        """Compare with the Triton chain."""
+        return _probe(self.run, call, device)
+
+
 class BmmTreeProvider:
     """One batched cuBLAS product over the units into fp32 partials, then the tree kernel."""
 
@@ -141,7 +167,8 @@ class FusedSm90Provider:
 
 def register_all() -> None:
     """Offer the CUDA providers; tuning.py ranks them per call."""
-    for provider in (TritonProvider(), CublasLtProvider(), BmmTreeProvider(), FusedSm90Provider()):
+    providers = (TritonProvider(), CublasLtProvider(), FmaProvider(), BmmTreeProvider(), FusedSm90Provider())
+    for provider in providers:
         register(provider, functools.partial(_rank, provider.name))
 
 

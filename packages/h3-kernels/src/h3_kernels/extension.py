@@ -24,8 +24,8 @@ SOURCES = Path(__file__).with_name("csrc")
 NVCC = "H3_NVCC"
 _FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "--threads", "0")
 _FILES = {
-    (9, 0): ("tree_gemm_sm90.cu", "tree_reduce.cu"),
-    (10, 0): ("tree_reduce.cu",),
+    (9, 0): ("tree_gemm_sm90.cu", "tree_reduce.cu", "fma_gemm.cu"),
+    (10, 0): ("tree_reduce.cu", "fma_gemm.cu"),
 }
 """What each compute capability builds, as its architecture-specific target (sm_90a, sm_100a)."""
 
@@ -58,6 +58,16 @@ class Gemm(ctypes.Structure):
     )
 
 
+class Fma(ctypes.Structure):
+    """H3Fma of csrc/abi.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "b", "y", "bias")),
+        *((name, ctypes.c_int64) for name in ("m", "n", "k", "a_stride", "b_stride", "y_stride")),
+        ("tile", ctypes.c_int32),
+    )
+
+
 class Config(ctypes.Structure):
     """H3Config of csrc/abi.h: one compiled tile of the fused GEMM."""
 
@@ -81,6 +91,7 @@ class Library:
         self._c.h3_error_text.restype = ctypes.c_char_p
         pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
         self._c.h3_tree_reduce.argtypes = [pointer] * 3 + [i64] * 3 + [i32] * 3 + [pointer]
+        self._c.h3_fma_gemm.argtypes = [ctypes.POINTER(Fma), pointer]
         self._c.h3_capture_id.argtypes = [pointer, ctypes.POINTER(ctypes.c_ulonglong)]
         self.has_gemm = hasattr(self._c, "h3_sm90_gemm")
         if self.has_gemm:
@@ -120,6 +131,10 @@ class Library:
         """Tree over fp32 ``partials`` [units, rows, n]; ``sizes`` is (rows, n, elements between rows of y)."""
         code = self._c.h3_tree_reduce(partials, y, bias, *sizes, units, y_is_float, bias_is_float, stream)
         self._check(code, "tree reduction")
+
+    def fma(self, call: Fma, stream: int) -> None:
+        """Launch the fp32 GEMM of ``call`` on ``stream``."""
+        self._check(self._c.h3_fma_gemm(ctypes.byref(call), stream), "fp32 GEMM")
 
     def capture_id(self, stream: int) -> int:
         """Identity of the CUDA graph capture ``stream`` is part of, 0 outside one."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from h3_kernels import extension, tuning
-from h3_kernels.extension import ExtensionError, Gemm, Library
+from h3_kernels.extension import ExtensionError, Fma, Gemm, Library
 from h3_kernels.providers import GemmCall
 
 
@@ -173,6 +173,36 @@ def tree_reduce(partials: Tensor, y: Tensor, bias: Tensor | None) -> None:
     library.tree_reduce(
         partials.data_ptr(), y.data_ptr(), bias_pointer, sizes, partials.shape[0], *floats, stream
     )
+
+
+def fma_refuses(capability: tuple[int, int] | None) -> str | None:
+    """Why the extension has no fp32 products for a device of ``capability``, or None."""
+    if capability is None:
+        return "runs on CUDA"
+    try:
+        extension.load(capability)
+    except ExtensionError as error:
+        return str(error)
+    return None
+
+
+def fma_gemm(a: Tensor, b: Tensor, bias: Tensor | None, tile: int | None = None) -> Tensor:
+    """[M, N] = a [M, K] times b [N, K] transposed plus bias [N], all fp32, rows along K; one chain an element.
+
+    ``tile`` overrides tuning (benchmarks, tests). Raises ExtensionError where the extension cannot be built.
+    """
+    (m, k), n = a.shape, b.shape[0]
+    y = torch.empty(m, n, dtype=torch.float32, device=a.device)
+    bias = None if bias is None else bias.contiguous()
+    call = Fma(
+        a=a.data_ptr(), b=b.data_ptr(), y=y.data_ptr(), bias=None if bias is None else bias.data_ptr(),
+        m=m, n=n, k=k, a_stride=a.stride(0), b_stride=b.stride(0), y_stride=n,
+        tile=tile or tuning.fma_tile(m, n),
+    )  # fmt: skip
+    with torch.cuda.device(a.device):
+        library = extension.load(torch.cuda.get_device_capability(a.device))
+        library.fma(call, torch.cuda.current_stream().cuda_stream)
+    return y
 
 
 @functools.cache

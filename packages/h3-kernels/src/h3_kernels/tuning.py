@@ -64,6 +64,21 @@ cores. An output head is 2 columns of 64, so that at 70 rows two programs would 
 half of the multiprocessors."""
 
 
+FMA_TILES = (64, 32, 16)
+"""Rows and columns of a block of the extension's fp32 GEMM, widest first."""
+
+FMA_PROGRAMS = 396
+"""A narrower tile is taken until there are this many blocks: three a multiprocessor, so that no wave is left over."""
+
+
+def fma_tile(m: int, n: int) -> int:
+    """The block of the extension's fp32 GEMM for an [m, n] product."""
+    for tile in FMA_TILES:
+        if math.ceil(m / tile) * math.ceil(n / tile) >= FMA_PROGRAMS:
+            return tile
+    return FMA_TILES[-1]
+
+
 def triton_tile(m: int, n: int, units: int, *, fp32: bool, fp32_result: bool) -> Tile:
     """The Triton tile for an [m, n] product in ``units`` units of fp32 or bf16 operands."""
     if fp32:
@@ -186,7 +201,7 @@ def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
     One chain: cuBLASLt without split-K is 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused chain
     0.98 to 1.12, Triton 1.00 to 1.15. A tree: fused 0.98 to 1.29, batched cuBLAS 1.06 to 1.77, Triton units 1.3 to 2.4.
     """
-    order = ("cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
+    order = ("fma", "cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
     for rows, exception in PREFERRED.get((n, k, units), ()):
         if m <= rows:
             order = (*exception, "triton")

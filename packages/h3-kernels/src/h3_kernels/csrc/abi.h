@@ -31,6 +31,19 @@ typedef struct {
   int32_t stages, shared_bytes, kept_bytes;
 } H3Config;
 
+typedef struct {
+  const void* a;     // fp32 [m, k]
+  const void* b;     // fp32 [n, k]
+  void* y;           // fp32 [m, n]
+  const void* bias;  // fp32 [n], or null
+  int64_t m, n, k;
+  int64_t a_stride, b_stride, y_stride;  // elements between rows
+  int32_t tile;  // rows and columns of a block: 16, 32 or 64
+} H3Fma;
+
+// y = a times b transposed, plus bias: one chain of fused multiply-adds an element, in ascending k.
+int h3_fma_gemm(const H3Fma* call, void* stream);
+
 int h3_sm90_config_count(void);
 int h3_sm90_config(int index, H3Config* out);
 int h3_sm90_scratch(const H3Gemm* call, int clusters, int64_t* bytes, int32_t* nodes);
