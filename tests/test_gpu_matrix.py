@@ -135,6 +135,40 @@ def test_as_many_run_at_a_time_as_asked(tmp_path: Path, jobs: int, ends: list[in
     assert [found[name].status for name in "ab"] == ends
 
 
+def test_a_files_tests_are_dealt_to_processes_each_test_once(
+    tmp_path: Path, seen: dict[str, Any], packages: Callable[..., None]
+) -> None:
+    """Only tests that are chosen are dealt. Twin: one process runs them all."""
+    cases = "@pytest.mark.parametrize('n', range(5))\ndef test_n(n): pass\n"
+    packages(
+        h3_mapper=f"{PASSES}{cases}".replace("pytestmark = pytest.mark.gpu\n", "").replace(
+            "@pytest", "@pytest.mark.gpu\n@pytest"
+        )
+    )
+    for split, commands in ((1, 1), (2, 2), (7, 7)):
+        out = tmp_path / str(split)
+        assert matrix(out, "--only", "--tests", "h3-mapper", "--jobs", "4", "--split", str(split)) == 0
+        tests = filed(out).tests
+        assert sorted(case["name"][-2] for case in tests["cases"]) == list("01234")
+        assert tests["command"].count("-m pytest") == commands
+
+
+def test_a_benchmark_is_given_the_words_meant_for_it(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    says = WRITES.replace("parse_args()", "parse_known_args()[0]") + "writer.add({'words': sys.argv[3:]})\n"
+    for name in ("gemm", "sync"):
+        benchmark_of(name, says)
+    assert (
+        matrix(tmp_path, "--no-tests", "--only", "gemm", "sync", "--with", "gemm=--rounds 3 --rows 'a b'")
+        == 0
+    )
+    found = {r["benchmark"]: r["words"] for r in filed(tmp_path).report["records"]}
+    assert found == {"gemm": ["--rounds", "3", "--rows", "a b"], "sync": []}
+    with pytest.raises(SystemExit):
+        gpu_matrix.parse(["h200", "--with", "gem=--rounds 3"])
+
+
 @pytest.mark.engine
 def test_the_files_run_are_those_that_hold_gpu_tests() -> None:
     words = [

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import signal
 import sys
 import tempfile
@@ -71,6 +72,14 @@ def limit(text: str) -> tuple[str, float]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected SECONDS or STEP=SECONDS") from None
 
 
+def given(text: str) -> tuple[str, str]:
+    """``BENCHMARK=WORDS``."""
+    name, _, words = text.partition("=")
+    if name not in BENCHMARKS or not words:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(BENCHMARKS)}, = and words")
+    return name, words
+
+
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -90,7 +99,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         metavar="[STEP=]SECONDS",
         help="for each file of tests and each benchmark; STEP: a package or a benchmark (default: 1800)",
     )
-    add("--jobs", type=int, default=1, help="files of tests that run at a time (default: 1)")
+    add("--jobs", type=int, default=1, help="processes of tests that run at a time (default: 1)")
+    add("--split", type=int, default=1, help="processes that a file's tests are dealt to (default: 1)")
+    add(
+        "--with",
+        dest="words",
+        nargs="+",
+        type=given,
+        default=[],
+        metavar="BENCHMARK=WORDS",
+        help="further words for a benchmark's command line: 'step=--rounds 3'",
+    )
     add("--budget", type=float, default=float("inf"), metavar="SECONDS", help="for the whole run")
     add("--add", action="store_true", help="put what this head's folder lacks into it, where there is one")
     add("--out", type=Path, default=evidence_files.EVIDENCE, help="where to file it (default: evidence/)")
@@ -133,12 +152,15 @@ def steps(arguments: argparse.Namespace, filing: Filing, limits: Limits) -> bool
         scratch = Path(name)
         kept = (arguments.results or scratch).absolute()
         files = {name: kept / f"{name}_{arguments.hardware}.json" for name in BENCHMARKS}
-        for tests in run_tests(arguments.packages, scratch, arguments.gpus, limits, arguments.jobs):
+        for tests in run_tests(
+            arguments.packages, scratch, arguments.gpus, limits, arguments.jobs, arguments.split
+        ):
             filing.add(tests)
             well.append(tests["failed"] == 0)
         for benchmark, beside in plan(arguments.benchmarks):
             seconds = limits.seconds(benchmark.name)
-            found, good = run_benchmark(benchmark, beside, files, arguments.gpus, seconds)
+            words = shlex.split(dict(arguments.words).get(benchmark.name, ""))
+            found, good = run_benchmark(benchmark, beside, files, arguments.gpus, seconds, words)
             filing.add(records=found)
             well.append(good)
     return all(well)

@@ -6,12 +6,14 @@ Standard library and this folder's modules only: what a step needs is imported i
 from __future__ import annotations
 
 import importlib.util
+import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import outcomes
 import records
 from environment import ROOT
 from evidence_files import Records, Tests, tests_of
@@ -75,23 +77,50 @@ def test_files(packages: Iterable[str]) -> dict[str, str]:
 
 
 def run_tests(
-    packages: Iterable[str], scratch: Path, gpus: int, limits: Limits, jobs: int = 1
+    packages: Iterable[str], scratch: Path, gpus: int, limits: Limits, jobs: int = 1, split: int = 1
 ) -> Iterator[Tests]:
-    """Run the GPU tests of packages, each file in a process of its own; the outcomes of a file as it ends.
+    """Run the GPU tests of packages, each file in a process of its own, or dealt to ``split`` of them; the outcomes of
+    a process as it ends.
 
     Engines and ``torch.distributed`` keep one global group a process, and a fault of the device takes the process down.
     A session that did not end well is itself a failed case, or the test it died in is.
     """
     files = test_files(packages)
-    outs = {file: scratch / f"{file.replace('/', '.')}.jsonl" for file in files}
+    places = {f"{file} {part}/{split}": file for file in files for part in range(1, split + 1)}
+    outs = {name: scratch / f"{re.sub('[ /]', '.', name)}.jsonl" for name in places}
+    shown = {name: [*PYTEST, file, *_dealt(name, split)] for name, file in places.items()}
     commands = {
-        file: [sys.executable, *PYTEST, "-p", "outcomes", "--outcomes", str(outs[file]), file]
-        for file in files
+        name: [sys.executable, *words, "-p", "outcomes", "--outcomes", str(outs[name])]
+        for name, words in shown.items()
     }
-    for file, ended in run_several(commands, lambda file: limits.seconds(files[file]), gpus, jobs):
-        well = ended.status in (0, 1, 5)  # 1: tests failed, and are named; 5: no test was selected
-        command = " ".join([*PYTEST, file]) + ("" if well else f" ({ended})")
-        yield tests_of(outcomes.read(outs[file], file), command)
+
+    def limit(name: str) -> float:
+        return limits.seconds(files[places[name]])
+
+    for name, ended in run_several(commands, limit, gpus, jobs):
+        file, well = (
+            places[name],
+            ended.status in (0, 1, 5),
+        )  # 1: tests failed, and are named; 5: none was selected
+        command = " ".join(shown[name]) + ("" if well else f" ({ended})")
+        yield tests_of(cases_of(outs[name], file), command)
+
+
+def _dealt(name: str, split: int) -> list[str]:
+    return ["--part", name.rpartition(" ")[2]] if split > 1 else []
+
+
+def cases_of(path: Path, name: str) -> list[dict[str, Any]]:
+    """The cases of a file that outcomes.py wrote: one that was started and never done is failed, as is ``name``, the
+    whole session, where it ended before or after its tests without saying so."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    cases = [line for line in lines if "name" in line]
+    done = {case["name"] for case in cases}
+    lost = [line["start"] for line in lines if "start" in line and line["start"] not in done]
+    # 5: no test was selected. 1: some failed, and are named. Anything else is the session's own fault.
+    if not lost and not any(line.get("end") in (0, 1, 5) for line in lines):
+        lost = [name]
+    return cases + [{"name": case, "outcome": "failed", "seconds": 0.0} for case in lost]
 
 
 def plan(wanted: Iterable[str]) -> list[tuple[Benchmark, list[str]]]:
@@ -107,12 +136,17 @@ def plan(wanted: Iterable[str]) -> list[tuple[Benchmark, list[str]]]:
 
 
 def run_benchmark(
-    benchmark: Benchmark, beside: Iterable[str], files: Mapping[str, Path], gpus: int, limit: float
+    benchmark: Benchmark,
+    beside: Iterable[str],
+    files: Mapping[str, Path],
+    gpus: int,
+    limit: float,
+    words: Iterable[str] = (),
 ) -> tuple[Records, bool]:
     """Run one script; the records of it and of those ``beside`` it, and whether all of it ended well.
 
-    ``files`` are the result files by name. A benchmark that did not run, and one that was cut short, has a record that
-    says why. A record that says it did not pass is no good end either.
+    ``files`` are the result files by name; ``words`` go to the script. A benchmark that did not run, and one that was
+    cut short, has a record that says why. A record that says it did not pass is no good end either.
     """
     names = [benchmark.name, *beside]
     missing = benchmark.missing(gpus)
@@ -123,7 +157,15 @@ def run_benchmark(
         files[name].unlink(missing_ok=True)
     options = [text for name in names[1:] for text in (benchmark.beside[name], str(files[name]))]
     several = ["--gpus", str(gpus)] if benchmark.gpus > 1 else []
-    command = [sys.executable, benchmark.script, "--out", str(files[benchmark.name]), *options, *several]
+    command = [
+        sys.executable,
+        benchmark.script,
+        "--out",
+        str(files[benchmark.name]),
+        *options,
+        *several,
+        *words,
+    ]
     ended = run(command, limit, gpus)
     found = {name: records.load(files[name]) for name in names}
     made = [{"benchmark": name, **record} for name in names for record in found[name]]

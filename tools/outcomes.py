@@ -1,26 +1,25 @@
 """Pytest plugin: write down each test's start and outcome as it happens, so that a crash loses none that were reached.
 
-    python -m pytest -p outcomes --outcomes FILE ...
+    python -m pytest -p outcomes --outcomes FILE [--part 1/2] ...
 
 A JUnit file is written at the end of a session, which a crashed or killed process never sees. FILE holds one JSON line
-when a test starts (`start`), when it is done (`name`, `outcome`, `seconds`) and when the session ends (`end`).
+when a test starts (`start`), when it is done (`name`, `outcome`, `seconds`) and when the session ends (`end`). With
+``--part 1/2`` a session runs every second of the tests it would, from the first; ``2/2`` runs the others.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
-
-Case = dict[str, Any]
+import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--outcomes FILE``."""
+    """``--outcomes FILE``, ``--part I/N``."""
     parser.addoption("--outcomes", type=Path, help="write each test's outcome here as it happens")
+    parser.addoption("--part", default="1/1", help="I/N: every N-th test, from the I-th (default: 1/1)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +27,16 @@ def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("--outcomes")
     if path is not None:
         config.pluginmanager.register(Outcomes(path))
+
+
+@pytest.hookimpl(trylast=True)  # after -m has chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the tests out. Neighbours are cases of one test, which take about as long, so turns are even."""
+    number, parts = map(int, config.getoption("--part").split("/"))
+    if parts > 1:
+        kept = items[number - 1 :: parts]
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != number - 1])
+        items[:] = kept
 
 
 class Outcomes:
@@ -62,19 +71,6 @@ class Outcomes:
         """The session came to its end by itself."""
         self._add({"end": int(exitstatus)})
 
-    def _add(self, line: Case) -> None:
+    def _add(self, line: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-def read(path: Path, name: str) -> list[Case]:
-    """The cases of a file: one that was started and never done is failed, as is ``name``, the whole session, where it
-    ended before or after its tests without saying so."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    cases = [line for line in lines if "name" in line]
-    done = {case["name"] for case in cases}
-    lost = [line["start"] for line in lines if "start" in line and line["start"] not in done]
-    # 5: no test was selected. 1: some failed, and are named. Anything else is the session's own fault.
-    if not lost and not any(line.get("end") in (0, 1, 5) for line in lines):
-        lost = [name]
-    return cases + [{"name": case, "outcome": "failed", "seconds": 0.0} for case in lost]
