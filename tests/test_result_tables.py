@@ -52,6 +52,15 @@ def test_a_captured_step_is_told_from_a_launched_one_and_has_a_cell_against_the_
     assert len(cells(readme_tables.whole_steps([step | {"stock_captured_refused": "no"}]))) == 2
 
 
+def test_records_of_an_earlier_commit_are_counted() -> None:
+    """Twin: records of one commit."""
+    new, old = ({"environment": {"cpu": "a CPU", "head": letter * 40}} for letter in "ab")
+    assert result_tables.machine([new, new, old]).endswith(
+        "`aaaaaaaaaaaa`; 1 of 3 records at `bbbbbbbbbbbb`."
+    )
+    assert result_tables.machine([new, new]) == "Measured on a CPU, at commit `aaaaaaaaaaaa`."
+
+
 def test_a_divergence_names_its_first_output() -> None:
     traces = [
         {"case": "again", "outputs": ["a", "b", "c"], "share": [0.0, 0.0, 0.0]},

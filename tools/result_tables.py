@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -173,14 +174,17 @@ def refusals(found: list[dict[str, Any]]) -> str:
 
 
 def machine(found: list[dict[str, Any]]) -> str:
-    """Where and at which commit records were measured: one sentence."""
-    seen: dict[str, Any] = next(
-        (record["environment"] for record in found if isinstance(record.get("environment"), dict)), {}
-    )
+    """Where and at which commit records were measured, and how many of them at an earlier one: one sentence."""
+    all_seen = [record["environment"] for record in found if isinstance(record.get("environment"), dict)]
+    seen: dict[str, Any] = all_seen[0] if all_seen else {}
     gpu = seen.get("gpu") or {}
     what = gpu.get("name") or seen.get("cpu") or "the machine is in the records"
     software = seen.get("software") or {}
     named = ", ".join(f"{name} {software[name]}" for name in ("torch", "triton") if name in software)
     head = str(seen.get("head", "unknown"))
     where = "a commit that was not recorded" if head == "unknown" else f"commit `{head[:12]}`"
-    return f"Measured on {what}{f', {named}' if named else ''}, at {where}."
+    older = Counter(
+        str(other.get("head", "unknown"))[:12] for other in all_seen if other.get("head") != seen.get("head")
+    )
+    others = "".join(f"; {count} of {len(found)} records at `{name}`" for name, count in older.items())
+    return f"Measured on {what}{f', {named}' if named else ''}, at {where}{others}."
