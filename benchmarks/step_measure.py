@@ -21,6 +21,8 @@ KERNELS = {
 class NodeTimes:
     """A tracer of the graph: time from one node's end to the next one's, summed over blocks."""
 
+    reads_values = False
+
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
         self.marks: list[tuple[str, Any]] = []

@@ -6,7 +6,9 @@ import pytest
 import torch
 from h3_adapter_vllm import BoundModelError, InstallError, RemoveError, install_h3_rollout
 from h3_adapter_vllm.testing import engine as tiny
+from h3_kernels import fc1_swiglu, nodes
 from h3_kernels.binding import Bound
+from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
 
 pytestmark = pytest.mark.engine
@@ -75,6 +77,27 @@ def test_report_binds_every_node(model, engine):
     assert report["blocks.0.attn.qkv_proj"].provider == "reference"
     assert report["blocks.1.attn.attention"] == Bound("h3-node-v1:attention", "written order")
     assert {"time_embedder.proj_out", "blocks.0.norm1", "final_layer.video_out"} <= set(report)
+
+
+def test_fc1_and_swiglu_in_one_launch_keep_their_bits_and_their_lines(model, engine, monkeypatch):
+    """The reference stands in for the kernel; with its halves swapped velocities differ."""
+    velocities, providers = [], []
+    for served, order in ((False, 1), (True, 1), (True, -1)):
+
+        def stand_in(x, weight, *, gate_first, order=order):
+            assert gate_first
+            return nodes.swiglu(*projection(x, weight).chunk(2, dim=1)[::order])
+
+        monkeypatch.setattr(fc1_swiglu, "served", lambda x, weight, *, gate_first, served=served: served)
+        monkeypatch.setattr(fc1_swiglu, "fc1_swiglu", stand_in)
+        with install_h3_rollout(model, scope="model") as handle:
+            velocities.append(engine.velocities(model, [engine.request()]))
+            report = handle.report()
+            providers.append([report[f"blocks.1.mlp.{node}"].provider for node in ("fc1", "act_fn")])
+            assert report.bound().keys() == set(report)
+    assert providers == [["reference", "written order"], [fc1_swiglu.NAME] * 2, [fc1_swiglu.NAME] * 2]
+    assert same(velocities[1], velocities[0])
+    assert not same(velocities[2], velocities[0])
 
 
 def test_a_linear_called_by_itself_computes_the_contract_too(model, engine):

@@ -15,6 +15,7 @@ import torch
 from h3_kernels import graph
 from h3_kernels.audit import Auditor, AuditRow, sampled_rows
 from h3_kernels.binding import Binding, Bound, External, Ran, Refused
+from h3_kernels.fc1_swiglu import NAME as FC1_SWIGLU
 from h3_kernels.graph import (
     DiTConfig,
     ModuleWeights,
@@ -96,6 +97,8 @@ class GraphBinding:
         seen = self._record.seen.get(node.name)
         if seen is None:
             return Refused("has not run since the install: run a forward first")
+        if node.name in self._record.together:
+            return Bound(seen[0], FC1_SWIGLU)
         if node.name in self._linears:
             return bound_linear(self._linears[node.name], self._settings, self._ran(node))
         return Bound(seen[0], self._provider(node))
@@ -232,18 +235,24 @@ class LiveTensors(Mapping[str, Tensor]):
 
 
 class Record:
-    """Tracer of the last forward: each node's contract and how many rows it gave; LoRA terms by node."""
+    """Tracer of the last forward: each node's contract and how many rows it gave; LoRA terms by node; which fc1s and
+    SwiGLUs were one launch."""
+
+    reads_values = False
 
     def __init__(self) -> None:
         self.seen: dict[str, tuple[str, int]] = {}
+        self.together: set[str] = set()
         self.device = torch.device("cpu")
         self.tuned: dict[str, list[LoraSlice]] = {}
 
     def begin(self, inputs: PackedInputs) -> None:
         """Forget the forward before."""
-        self.seen = {}
+        self.seen, self.together = {}, set()
         self.device = inputs.positions.device
 
     def record(self, node: Node, requested: str, actual: str, outputs: Mapping[str, Tensor]) -> None:
         """Keep what served ``node``."""
         self.seen[node.name] = requested, next(iter(outputs.values())).shape[0]
+        if actual.endswith(f" by {FC1_SWIGLU}"):
+            self.together.add(node.name)
