@@ -56,9 +56,8 @@ def capture_steps(model: nn.Module, *, graphs: int = GRAPHS) -> CapturedSteps:
 
     The first step over rows of some shapes takes about three; then it is replayed. Rows may have logical keys; other
     shapes, another order of latent rows under them, other adapters, scales or switches are another capture, `graphs` of
-    them are kept.
-    Values of weights and inputs are followed; a weight that moved is captured anew. Forwards without gradients, and
-    those a tracer watches, are launched as before.
+    them are kept. Values of weights and inputs are followed; a weight that moved is captured anew. Forwards without
+    gradients, and those a tracer watches, are launched as before.
 
     Refused at the step (BoundModelError, CaptureError): hooks or wrappers on blocks (FSDP2, offload), a checkpointing
     function of the caller's, a backward session, a backward after another forward or for the second time, a weight
