@@ -89,6 +89,25 @@ def test_an_interrupted_benchmark_leaves_what_it_reached_and_one_that_wrote_noth
     assert found[3] == {"benchmark": "sync", "not_run": "interrupted after 3 s"}
 
 
+def test_what_a_benchmark_beside_another_reached_is_not_called_incomplete(
+    tmp_path: Path, seen: dict[str, Any], benchmark_of: Callable[..., Benchmark]
+) -> None:
+    """It may be whole: the record names the process that was cut short."""
+    gates = 'Writer(arguments.gates).add({"case": "a"})\n'
+    benchmark_of("step", f"{ONE}{gates}time.sleep(60)\n", beside={"gates": "--gates"})
+    assert matrix(tmp_path, "--no-tests", "--only", "step", "gates", "--limit", "4") == 1
+    said = [
+        {name: value for name, value in r.items() if name != "environment"}
+        for r in filed(tmp_path).report["records"]
+    ]
+    assert said == [
+        {"benchmark": "step", "ratio": 0.9},
+        {"benchmark": "gates", "case": "a"},
+        {"benchmark": "step", "incomplete": "interrupted after 4 s"},
+        {"benchmark": "gates", "process": "step: interrupted after 4 s"},
+    ]
+
+
 def test_the_processes_a_step_started_end_with_it(tmp_path: Path) -> None:
     """A rank that lives on would hold the device of the next step."""
     script = tmp_path / "ranks.py"

@@ -68,12 +68,16 @@ PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", 
 
 
 def test_files(packages: Iterable[str]) -> dict[str, str]:
-    """The files with GPU tests, by path from the root, and the package of each."""
-    found: dict[str, str] = {}
-    for package in packages:
-        files = sorted((ROOT / "packages" / package).rglob("test_*.py"))
-        found |= {str(file.relative_to(ROOT)): package for file in files if MARK in file.read_text()}
-    return found
+    """The files with GPU tests, by path from the root, and the package of each; long files first, so that what starts
+    last is short."""
+    found = {
+        file: package for package in packages for file in (ROOT / "packages" / package).rglob("test_*.py")
+    }
+    held = [file for file in found if MARK in file.read_text()]
+    return {
+        str(file.relative_to(ROOT)): found[file]
+        for file in sorted(held, key=lambda file: -file.stat().st_size)
+    }
 
 
 def run_tests(
@@ -171,6 +175,16 @@ def run_benchmark(
     made = [{"benchmark": name, **record} for name in names for record in found[name]]
     if ended.status != 0:
         print(f"gpu_matrix: {benchmark.script} {ended}", file=sys.stderr)
-        why = str(ended)
-        made += [{"benchmark": name, "incomplete" if found[name] else "not_run": why} for name in names]
+        made += [_cut_short(name, benchmark.name, bool(found[name]), str(ended)) for name in names]
     return made, ended.status == 0 and all(record.get("passed", True) for record in made)
+
+
+def _cut_short(name: str, main: str, reached: bool, how: str) -> dict[str, Any]:
+    """What a process that ended badly says of one of its benchmarks; those beside the main one may be whole."""
+    if not reached:
+        return {"benchmark": name, "not_run": how}
+    return (
+        {"benchmark": name, "incomplete": how}
+        if name == main
+        else {"benchmark": name, "process": f"{main}: {how}"}
+    )
