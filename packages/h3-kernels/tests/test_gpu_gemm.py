@@ -137,6 +137,26 @@ def test_every_fused_configuration_gives_the_same_bits(tile):
                     assert count_differing(got, expected) == 0, (rows, units, out)
 
 
+@pytest.mark.parametrize(
+    "tile", [t for t in tuning.FUSED if t.leaf == "pair"], ids=lambda t: "-".join(map(str, (*t.key, t.split)))
+)
+@pytest.mark.parametrize("stages", [1, 2, 9])  # a unit's: fewer than are begun ahead, as many, and more
+def test_clusters_that_walk_several_tiles_give_the_same_bits(tile, stages):
+    """A tile ends while the next one starts, and its last level returns through the ring behind its operands."""
+    from h3_kernels.fused import FusedGemm
+
+    fused, n, rows = FusedGemm(), 5376, 2496  # 273 tiles or more for 66 clusters
+    for units in (2, 4, 8):
+        x, weight = make("cancellation", rows, n, units * 64 * stages)
+        b = weight.t().contiguous().t() if tile.a_transposed else weight
+        expected = product(x, weight, units, "triton")
+        for _ in range(3):
+            got = fused.run(x, b, units=units, out_dtype=BF16, bias=None, tile=tile)
+            assert count_differing(got, expected) == 0, units
+        other = product(x, weight, units // 2, "triton")
+        assert count_differing(other, expected) > 0  # twin: another tree
+
+
 @pytest.mark.parametrize("units", [1, 8])
 def test_graph_replays_give_the_same_bits(units):
     x, weight = make("random", 925, 5376, 7168)

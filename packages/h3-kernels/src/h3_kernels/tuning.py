@@ -40,13 +40,14 @@ wider tile (278552 bytes at 256 columns, a block has 232448)."""
 
 TRITON_SMALL = (
     (112, Tile(128, 256, 64, 3, 8)),
-    (84, Tile(128, 256, 32, 5, 8)),
+    (84, Tile(128, 256, 32, 6, 8)),
     (84, Tile(128, 128, 64, 4, 8)),
     (0, Tile(128, 64, 64, 6, 4)),
 )
 """Up to 128 rows: (programs at least, tile), widest first; the first row whose tile makes that many programs is taken.
-70 rows: fc1 (112 programs of 256 columns) 1.079 in 3 stages of 64 and 1.155 in 5 of 32; qkv_proj (84) 1.147 in 5 of 32,
-1.154 in 3 of 64, 1.160 in 6 of 32, 1.19 on a persistent grid, 1.26 at 128 columns, 1.4 at 64."""
+70 rows, medians of five allocations: qkv_proj (84 programs of 256 columns) 1.110 in 6 stages of 32, 1.146 in 5, 1.154
+in 3 of 64; fc1 (112) 1.072 in 3 stages of 64, 1.077 in 5 of 32, 1.070 in 6 but up to 1.128. Older runs: qkv_proj 1.19
+on a persistent grid, 1.26 at 128 columns, 1.4 at 64."""
 
 TRITON_PLAIN = Tile(64, 64, 32, 2, 4)
 """What probes compare with: every element by the shortest path, no persistent grid, no narrow tail."""
@@ -101,7 +102,8 @@ class FusedTile:
     """One configuration compiled into csrc/tree_gemm_sm90.cu, named by its properties, and what it costs.
 
     ``stage_ns`` is the time of one 64-deep stage in steady state, ``tile_us`` what a tile costs on top (epilogue,
-    tree), both fitted to fc2 and out_proj at 925 rows. ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
+    tree), both fitted to fc2 and out_proj at 925 rows; those of 192-column trees also to which width wins at 8349.
+    ``leaf``: "chain" (K whole), "unit" or "pair" (units >= 2).
     ``swap``: the kernel's A is the weight and its B the tokens; ``a_transposed`` and ``b_transposed`` are the kernel's.
     """
 
@@ -133,8 +135,8 @@ class FusedTile:
 
 def _trees(**layout: bool) -> tuple[FusedTile, ...]:
     """The tiles of trees for one layout of the weight."""
-    narrow = FusedTile(160, "pair", 2, 5, 415, 12.0, swap=True, **layout)
-    return (narrow, replace(narrow, split=2), FusedTile(192, "pair", 2, 4, 477, 14.0, swap=True, **layout))
+    narrow = FusedTile(160, "pair", 2, 5, 437, 6.9, swap=True, **layout)
+    return (narrow, replace(narrow, split=2), FusedTile(192, "pair", 2, 4, 525, 9.2, swap=True, **layout))
 
 
 FUSED = (
@@ -151,7 +153,10 @@ FUSED = (
     FusedTile(128, "chain", 1, 7, 450, 4.0, a_transposed=True, b_transposed=True),
 )
 """For more than 128 rows, and for chains; the cheapest by ``cost`` is taken. Trees swap the operands: 925 rows are 6
-tiles of 160 tokens (4% of them empty) and 2 even waves, but 8 of 128 (11% empty): out_proj 1.19 against 1.24."""
+tiles of 160 tokens (4% of them empty) and 2 even waves, but 8 of 128 (11% empty): out_proj 1.19 against 1.24. 8349 rows
+are 14 even waves of 192 columns, which win where units are long (fc2 1.015 against 1.035, dX) and lose in out_proj
+(1.087 against 1.062). 2048 rows of out_proj: 192 columns 1.258, 160 uncut 1.285; cut at pairs they are predicted at
+1.18 and have not been timed."""
 
 FUSED_SMALL = (
     FusedTile(16, "unit", 1, 10, 0, 0, swap=True, split=2),
@@ -201,7 +206,9 @@ def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
     One chain: cuBLASLt without split-K is 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused chain
     0.98 to 1.12, Triton 1.00 to 1.15. A tree: fused 0.98 to 1.29, batched cuBLAS 1.06 to 1.77, Triton units 1.3 to 2.4.
     """
-    order = ("fma", "cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
+    order = (
+        ("fma", "cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
+    )
     for rows, exception in PREFERRED.get((n, k, units), ()):
         if m <= rows:
             order = (*exception, "triton")

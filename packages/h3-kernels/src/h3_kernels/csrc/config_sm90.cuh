@@ -66,14 +66,24 @@ struct Config {
   static constexpr int kRegisterBudget = 204;  // of 240; the rest addresses, counts and stages epilogue words
   static constexpr int kRegistersLeft = kRegisterBudget - kAccumulators * kLeafUnits;
   static constexpr int kRegisterSlots = min_of(kKeptSlots, kRegistersLeft > 0 ? kRegistersLeft / 4 : 0);
-  static constexpr int kExchangeBytes = kHalves == 1 ? 0 : kFragmentBytes / 2 + 16;
-  static constexpr int kSharedLeft = kSharedBlock - 1024 - kStages * (kStageBytes + 16) - kExchangeBytes;
+  static constexpr int kExchangeBytes = kHalves == 1 ? 0 : kFragmentBytes / 2;
+  static constexpr int kBarrierBytes = (2 * kStages + 2) * 8;  // two a stage; two for the exchange, or one for returns
+  static constexpr int kFixedBytes = 1024 + kStages * kStageBytes + kBarrierBytes + kExchangeBytes;
+  static constexpr int kSharedLeft = kSharedBlock - kFixedBytes;
   static constexpr int kSharedSlots = min_of(kKeptSlots - kRegisterSlots, kSharedLeft / kSlotBytes);
   static constexpr int kGlobalSlots = kKeptSlots - kRegisterSlots - kSharedSlots;
-  static constexpr int kSharedBytes = 1024 + kStages * (kStageBytes + 16) + kSharedSlots * kSlotBytes + kExchangeBytes;
+  static constexpr int kSharedBytes = kFixedBytes + kSharedSlots * kSlotBytes;
+
+  // Whole tiles of 8 units: what of the last level lies in scratch (its far slots) is written a few slots a stage, while
+  // the next unit is multiplied, and returns through stages of the ring.
+  static constexpr int kFarSlots = kLeaf == Leaf::kPair ? min_of(kSlots, kGlobalSlots) : 0;
+  static constexpr int kStageSlots = kStageBytes / kSlotBytes;
+  static constexpr int kReturnStages = (kFarSlots + kStageSlots - 1) / kStageSlots;
+  static constexpr int kAhead = 2;  // stages of the next tile that are multiplied while a finished one is stored
 
   static_assert(kHalves == 1 || (kHalves == 2 && kCluster == 1 && kLeaf == Leaf::kUnit), "halves are two sets of units");
   static_assert(kSharedLeft >= 0, "the stages do not fit");
+  static_assert(kAhead < kStages, "stages begun ahead are released when one more has begun");
   static_assert(kTransB == 0 || kTileN % 64 == 0, "an N-contiguous B is copied in blocks of 64 columns");
 };
 

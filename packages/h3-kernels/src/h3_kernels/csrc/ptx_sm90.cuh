@@ -24,9 +24,10 @@ __device__ __forceinline__ void barrier_expect(uint32_t barrier, uint32_t bytes)
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// The ring's waits and arrivals keep the default scope. Cluster scope makes ptxas emit CCTL.IVALL (drop the L1) after every wait
-// and MEMBAR.ALL.GPU before every arrival, which cost 40 to 170% of the whole GEMM. Nothing here needs it: stages are
-// written by the copy engine and read by wgmma, whose completion the mbarrier and wait_group order.
+// The ring's waits and arrivals keep the default scope, the CTA. Cluster scope makes ptxas emit CCTL.IVALL (drop the L1)
+// after every wait and MEMBAR.ALL.GPU before every arrival, which cost 40 to 170% of the whole GEMM. Nothing here needs
+// it: stages are written by the copy engine and read by wgmma or after their own barrier, whose completion the mbarrier
+// and wait_group order.
 
 // Arrives on the barrier at the same shared-memory offset of CTA `cta` of this cluster (our own included).
 __device__ __forceinline__ void barrier_arrive_cluster(uint32_t barrier, uint32_t cta) {
@@ -132,6 +133,16 @@ __device__ __forceinline__ void copy_box_multicast(const CUtensorMap* map, uint3
       "l"(map), "r"(barrier), "r"(x), "r"(y), "h"(mask)
       : "memory");
 }
+
+// Copies `bytes` (a multiple of 16) from global memory that threads wrote: each writer must have passed
+// fence_before_copy, and a barrier that the copying thread waited for.
+__device__ __forceinline__ void copy_bytes(const void* source, uint32_t barrier, uint32_t target, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %3, [%2];" ::"r"(target),
+               "l"(__cvta_generic_to_global(source)), "r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void fence_before_copy() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -43,10 +43,10 @@ struct Tree {
                : global_slots + (slot - C::kRegisterSlots - C::kSharedSlots) * kMathThreads;
   }
 
-  template <int kLevel>
+  template <int kLevel, int kEnd = C::kSlots>
   __device__ __forceinline__ void save_if(bool wanted, const float (&v)[C::kAccumulators]) {
 #pragma unroll
-    for (int i = 0; i < C::kSlots; ++i) {
+    for (int i = 0; i < kEnd; ++i) {
       if (slot(kLevel, i) >= C::kRegisterSlots) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -54,20 +54,20 @@ struct Tree {
                      : "+f"(kept[4 * slot(kLevel, i) + j])
                      : "f"(v[4 * i + j]), "r"(static_cast<int>(wanted)));
     }
-    if constexpr (slot(kLevel, C::kSlots - 1) >= C::kRegisterSlots) {
+    if constexpr (kEnd > 0 && slot(kLevel, kEnd - 1) >= C::kRegisterSlots) {
       if (!wanted) return;
 #pragma unroll
-      for (int i = 0; i < C::kSlots; ++i)
+      for (int i = 0; i < kEnd; ++i)
         if (slot(kLevel, i) >= C::kRegisterSlots)
           *memory(slot(kLevel, i)) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
     }
   }
 
-  // v = left + v: the kept node is the earlier one.
-  template <int kLevel>
+  // v = left + v: the kept node is the earlier one. Only its first kEnd slots.
+  template <int kLevel, int kEnd = C::kSlots>
   __device__ __forceinline__ void add_if(bool wanted, float (&v)[C::kAccumulators]) const {
 #pragma unroll
-    for (int i = 0; i < C::kSlots; ++i) {
+    for (int i = 0; i < kEnd; ++i) {
       if (slot(kLevel, i) >= C::kRegisterSlots) continue;
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -75,18 +75,35 @@ struct Tree {
                      : "+f"(v[4 * i + j])
                      : "f"(kept[4 * slot(kLevel, i) + j]), "r"(static_cast<int>(wanted)));
     }
-    if constexpr (slot(kLevel, C::kSlots - 1) >= C::kRegisterSlots) {
+    if constexpr (kEnd > 0 && slot(kLevel, kEnd - 1) >= C::kRegisterSlots) {
       if (!wanted) return;
 #pragma unroll
-      for (int i = 0; i < C::kSlots; ++i) {
-        if (slot(kLevel, i) < C::kRegisterSlots) continue;
-        const float4 left = *memory(slot(kLevel, i));
-        v[4 * i] = __fadd_rn(left.x, v[4 * i]);
-        v[4 * i + 1] = __fadd_rn(left.y, v[4 * i + 1]);
-        v[4 * i + 2] = __fadd_rn(left.z, v[4 * i + 2]);
-        v[4 * i + 3] = __fadd_rn(left.w, v[4 * i + 3]);
-      }
+      for (int i = 0; i < kEnd; ++i)
+        if (slot(kLevel, i) >= C::kRegisterSlots) add_slot(*memory(slot(kLevel, i)), v, i);
     }
+  }
+
+  // Far slots of level 2 are written two beside each stage of the next unit, from stage 1 to stage kFarTurns. This writes
+  // those whose stage lies in [first, last), under a predicate as above.
+  static constexpr int kFarTurns = (C::kFarSlots + 1) / 2;
+  __device__ __forceinline__ void save_far(int first, int last, const float (&v)[C::kAccumulators]) const {
+    constexpr int kFirst = C::kSlots - C::kFarSlots;
+    const size_t base = __cvta_generic_to_global(memory(slot(2, kFirst)));
+#pragma unroll
+    for (int k = 0; k < C::kFarSlots; ++k) {
+      const int i = 4 * (kFirst + k), turn = 1 + k / 2;
+      asm volatile("{.reg .pred p; setp.ne.s32 p, %5, 0; @p st.global.v4.f32 [%0], {%1, %2, %3, %4};}" ::"l"(
+                       base + k * C::kSlotBytes),
+                   "f"(v[i]), "f"(v[i + 1]), "f"(v[i + 2]), "f"(v[i + 3]), "r"(static_cast<int>(first <= turn && turn < last))
+                   : "memory");
+    }
+  }
+
+  static __device__ __forceinline__ void add_slot(const float4& left, float (&v)[C::kAccumulators], int i) {
+    v[4 * i] = __fadd_rn(left.x, v[4 * i]);
+    v[4 * i + 1] = __fadd_rn(left.y, v[4 * i + 1]);
+    v[4 * i + 2] = __fadd_rn(left.z, v[4 * i + 2]);
+    v[4 * i + 3] = __fadd_rn(left.w, v[4 * i + 3]);
   }
 
   // Copies the node kept at a level to scratch.
