@@ -36,7 +36,7 @@ from h3_kernels.testing import count_differing
 from h3_kernels.testing.tiny import TINY
 from h3_kernels.trace import Recorder, divergences, first_divergence
 from records import Writer
-from release import RELEASE
+from released_sizes import RELEASE
 from stock_nodes import Outputs, Planted, diffusers_nodes, vllm_nodes
 from torch import Tensor
 

@@ -26,7 +26,7 @@ from h3_kernels.testing.threads import on_threads, shard
 from h3_kernels.testing.tiny import TINY
 from h3_kernels.trace import Recorder, divergences, first_divergence
 from records import Record, Writer
-from release import RELEASE
+from released_sizes import RELEASE
 from torch import Tensor
 
 PADDING = 57

@@ -29,7 +29,7 @@ from h3_kernels.errors import H3KernelsError
 from h3_kernels.projection import projection
 from h3_kernels.row_parallel import row_parallel
 from h3_kernels.testing import interleaved_bench
-from release import RELEASE
+from released_sizes import RELEASE
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

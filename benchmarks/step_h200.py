@@ -28,7 +28,7 @@ from engine_models import Engines
 from h3_adapter_vllm.testing import engine
 from h3_kernels.testing.tiny import TINY
 from records import Writer
-from release import RELEASE
+from released_sizes import RELEASE
 from step_cells import Steps
 from step_graphs import captured, graph, replayed
 

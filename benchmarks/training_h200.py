@@ -40,7 +40,7 @@ from h3_kernels.errors import H3KernelsError
 from h3_kernels.testing import interleaved_bench
 from h3_kernels.testing.tiny import TINY
 from peft import LoraConfig
-from release import RELEASE
+from released_sizes import RELEASE
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
