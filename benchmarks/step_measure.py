@@ -13,7 +13,7 @@ from h3_kernels.graph import Node, PackedInputs
 
 KERNELS = {
     "attention": ("flash", "fmha", "sdpa", "attention", "dkdv", "dq_kernel", "delta_kernel"),
-    "gemm": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "tree_reduce", "lora_expand"),
+    "gemm": ("gemm", "fc1_swiglu", "nvjet", "cutlass", "xmma", "splitk", "tree_reduce", "lora_expand"),
 }
 """What a word in a kernel's name says it does; the rest is elementwise."""
 
