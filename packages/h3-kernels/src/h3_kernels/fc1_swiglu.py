@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from h3_kernels import tuning
-from h3_kernels.autograd import op_adds_nothing
 from h3_kernels.binding import Probe
 from h3_kernels.cuda_providers import plain, prove
+from h3_kernels.dispatch import op_adds_nothing
 from h3_kernels.nodes.swiglu import swiglu
 from h3_kernels.providers import ALIGNMENT, GemmCall, Unproven, capability
 

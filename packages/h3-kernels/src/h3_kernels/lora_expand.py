@@ -14,6 +14,7 @@ from torch import Tensor
 
 from h3_kernels import autograd
 from h3_kernels.backward_session import active_session
+from h3_kernels.dispatch import define
 from h3_kernels.providers import tree_gemm
 
 _PROBE_ROWS = 321
@@ -101,7 +102,7 @@ def _backward(ctx: Any, dy: Tensor) -> autograd.Grads:
     return dy if need_base else None, dh, db, None, None, None, None
 
 
-LORA_EXPAND = autograd.define(
+LORA_EXPAND = define(
     "lora_expand(Tensor base, Tensor h, Tensor b, Tensor? order, int units, str provider, str collective) -> Tensor",
     _forward,
     _fake,
