@@ -22,6 +22,7 @@ from h3_adapter_diffusers.training import velocity
 from h3_kernels.backward_session import backward_session
 from h3_kernels.errors import CaptureError
 from h3_kernels.graph import StepGraphs
+from h3_kernels.testing.graphs import Graph, stand_in
 from peft import LoraConfig
 
 pytestmark = pytest.mark.engine
@@ -29,25 +30,11 @@ TARGETS = ["to_q", "to_out.0", "ff.net.0.proj"]
 _OBSTACLES = step_capture.obstacles
 
 
-class Graph:
-    """Counts replays."""
-
-    replays = 0
-
-    def replay(self):
-        Graph.replays += 1
-
-
 @pytest.fixture(autouse=True)
 def captures(monkeypatch):
     """Counts captured graphs, two a step; CUDA's own parts replaced."""
-    counted = []
-    monkeypatch.setattr(Graph, "replays", 0)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: counted.append(1) or contextlib.nullcontext())
     monkeypatch.setattr(step_capture, "obstacles", lambda *a: [r for r in _OBSTACLES(*a) if "CUDA" not in r])
-    return counted
+    return stand_in(monkeypatch)
 
 
 class Anew:

@@ -23,7 +23,7 @@ TILE = replace(tuning.FC1_SWIGLU, m=64, n=32, k=32, band=2)
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_processors", lambda device: 3)
+    monkeypatch.setattr(subject, "processors", lambda device: 3)
 
 
 def operands(rows: int, features: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -42,7 +42,7 @@ def test_ptxas_serialises_nothing_and_keeps_fragments_in_registers(hopper):
     assert "C7508" not in log  # setmaxnreg ignored
     spills = [int(size) for size in re.findall(r"(\d+) bytes spill stores", log)]
     # The reduction is compiled for 1, 2, 4 and 8 units, the fp32 GEMM for three tiles.
-    assert len(spills) == CONFIGURATIONS + 4 + len(tuning.FMA_TILES)
+    assert len(spills) == CONFIGURATIONS + 4 + len(tuning.FMA)
     assert max(spills) <= SPILL_LIMIT
 
 
@@ -65,7 +65,7 @@ def test_machine_code_multiplies_on_tensor_cores_alone(hopper):
         assert "HMMA" not in text
         assert not re.search(r"\bATOM[GS]?\.|\bREDG?\.E", text)  # no sum depends on arrival
     chains = {name for name, text in kernels.items() if "FFMA" in text}
-    assert len(chains) == len(tuning.FMA_TILES)
+    assert len(chains) == len(tuning.FMA)
     assert all("fma_gemm" in name for name in chains)
 
 

@@ -43,7 +43,7 @@ def test_every_tile_has_the_bytes_of_the_plain_chain(m, n, k, kind):
     x, weight, bias = operands(m, n, k, kind)
     for added in (None, bias):
         expected = cuda_providers.plain(x, weight, units=1, out_dtype=F32, bias=added)
-        for tile in tuning.FMA_TILES:
+        for _, tile in tuning.FMA:
             assert_bitwise_equal(fma_gemm(x, weight, added, tile), expected, f"tile {tile}")
     if k > 2:  # twin: the chain in descending k
         reverse = fma_gemm(x.flip(1).contiguous(), weight.flip(1).contiguous(), None)

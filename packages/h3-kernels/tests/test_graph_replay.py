@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 
 import graph_tiny as tiny
@@ -12,26 +11,13 @@ from h3_kernels.errors import InputError
 from h3_kernels.graph import ModuleWeights, Replays, Settings
 from h3_kernels.graph import replay as module
 from h3_kernels.testing import assert_bitwise_equal
-
-
-class Graph:
-    """Stands for a CUDA graph: what ran under it is not run again."""
-
-    replays = 0
-
-    def replay(self):
-        Graph.replays += 1
+from h3_kernels.testing.graphs import Graph, stand_in
 
 
 @pytest.fixture
 def captures(monkeypatch):
     """Counts captures; CUDA's own parts replaced."""
-    counted = []
-    monkeypatch.setattr(Graph, "replays", 0)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: counted.append(1) or contextlib.nullcontext())
-    return counted
+    return stand_in(monkeypatch)
 
 
 def forward(replays, inputs, *, places=(1,), settings=None):

@@ -28,7 +28,7 @@ TILES = {
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(subject, "_processors", lambda device: PROGRAMS)
+    monkeypatch.setattr(subject, "processors", lambda device: PROGRAMS)
 
 
 def stored(t: torch.Tensor, transposed: bool) -> torch.Tensor:

@@ -7,7 +7,7 @@ must run the same provider: name it (the `provider` argument, or H3_ATTENTION in
 installations differ.
 
 Measured on an H200, 56 heads x 128, 8349 rows: fa3 714 TFLOP/s, aten-flash 357; cuDNN is not offered because its
-bits change under a mask, and dense flash because they change with the head split.
+bits change under a mask, and FlashAttention 2's dense form because they change with the head split.
 """
 
 from __future__ import annotations

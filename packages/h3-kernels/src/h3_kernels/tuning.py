@@ -5,8 +5,9 @@ ratios are ours / stock in the same run. benchmarks/gemm_h200.py repeats them; d
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 SCRATCH_LIMIT = 16 << 20
 """Most scratch the fused GEMM may take, in bytes; a plan that needs more is not considered."""
@@ -64,37 +65,35 @@ TRITON_FP32 = tuple((least, Tile(size, size, 32, 3, 4)) for least, size in ((66,
 cores. An output head is 2 columns of 64, so that at 70 rows two programs would walk its whole K alone; 66 programs are
 half of the multiprocessors."""
 
+FMA = ((396, 64), (396, 32), (0, 16))
+"""The extension's fp32 GEMM, rows as in TRITON_SMALL: (blocks at least, rows and columns of one). 396 blocks are three
+a multiprocessor, so that no wave is left over."""
 
-FMA_TILES = (64, 32, 16)
-"""Rows and columns of a block of the extension's fp32 GEMM, widest first."""
-
-FMA_PROGRAMS = 396
-"""A narrower tile is taken until there are this many blocks: three a multiprocessor, so that no wave is left over."""
+Choice = TypeVar("Choice")
 
 
 def fma_tile(m: int, n: int) -> int:
     """The block of the extension's fp32 GEMM for an [m, n] product."""
-    for tile in FMA_TILES:
-        if math.ceil(m / tile) * math.ceil(n / tile) >= FMA_PROGRAMS:
-            return tile
-    return FMA_TILES[-1]
+    return _first(FMA, lambda size: math.ceil(m / size) * math.ceil(n / size))
 
 
 def triton_tile(m: int, n: int, units: int, *, fp32: bool, fp32_result: bool) -> Tile:
     """The Triton tile for an [m, n] product in ``units`` units of fp32 or bf16 operands."""
+
+    def programs(tile: Tile) -> int:
+        return math.ceil(m / tile.m) * math.ceil(n / tile.n) * units
+
     if fp32:
-        return _first(TRITON_FP32, m, n, units)
+        return _first(TRITON_FP32, programs)
     if m > TRITON_LARGE.m:
         return TRITON_FP32_RESULT if units > 1 or fp32_result else TRITON_LARGE
     widest = TRITON_FP32_RESULT.n if units > 1 or fp32_result else TRITON_LARGE.n
-    return _first([row for row in TRITON_SMALL if row[1].n <= widest], m, n, units)
+    return _first([row for row in TRITON_SMALL if row[1].n <= widest], programs)
 
 
-def _first(rows: Sequence[tuple[int, Tile]], m: int, n: int, units: int) -> Tile:
+def _first(rows: Sequence[tuple[int, Choice]], programs: Callable[[Choice], int]) -> Choice:
     """The tile of the first row that makes enough programs; the last row asks for none."""
-    return next(
-        tile for least, tile in rows if math.ceil(m / tile.m) * math.ceil(n / tile.n) * units >= least
-    )
+    return next(tile for least, tile in rows if programs(tile) >= least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +203,8 @@ def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
     """Where ``provider`` stands for a call: the highest is asked first.
 
     One chain: cuBLASLt without split-K is 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused chain
-    0.98 to 1.12, Triton 1.00 to 1.15. A tree: fused 0.98 to 1.29, batched cuBLAS 1.06 to 1.77, Triton units 1.3 to 2.4.
+    0.98 to 1.11, Triton 1.00 to 1.15; of fp32 operands Triton's is 3 to 8, and ``fma`` is asked first. A tree: fused 0.97
+    to 1.14, batched cuBLAS 1.07 to 1.78, Triton units 1.28 to 2.42.
     """
     order = (
         ("fma", "cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")

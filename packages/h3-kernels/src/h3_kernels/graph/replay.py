@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from h3_kernels.graph.capture import into, keep, on
 from h3_kernels.graph.checks import check_rows
 from h3_kernels.graph.inputs import PackedInputs
 from h3_kernels.graph.run import PackedDiT
@@ -25,8 +25,7 @@ from h3_kernels.graph.weights import WeightsView
 from h3_kernels.modes import capturing
 
 ENVIRONMENT = "H3_CUDA_GRAPHS"
-"""``1`` replays; anything else runs every forward launch by launch. Off by default: captured forwards were
-measured on an H200, but this class has run on a CPU alone so far (its test on a device is in test_graph_gpu.py)."""
+"""``1`` replays; anything else runs every forward launch by launch. Off by default: graphs keep their memory."""
 
 ROWS = 2048
 """Most packed rows of a replayed forward: above, the device is the slower one anyway, and a graph keeps its memory."""
@@ -76,7 +75,7 @@ class Replays:
     def run(
         self, dit: PackedDiT, weights: WeightsView, inputs: PackedInputs, settings: Settings, places: Hashable
     ) -> Velocities:
-        """``dit.run(weights, inputs, settings)``, replayed from the third forward of its kind on.
+        """``dit.run(weights, inputs, settings)``, replayed from the second forward of its kind on.
 
         ``places``: where the weights lie; a graph is never replayed for others. The tracer sees the forwards that are
         not replayed.
@@ -91,11 +90,10 @@ class Replays:
             settings.fuse,
         )
         if key not in self._known:
-            self._remember(key, None)
+            keep(self._known, key, None, GRAPHS)
             return dit.run(weights, inputs, settings)
         check_rows(inputs)
-        device = inputs.positions.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on(inputs.positions.device):
             captured = self._known[key] or self._capture(key, dit, weights, inputs, settings)
             captured.inputs.fill(inputs)
             captured.graph.replay()
@@ -108,14 +106,8 @@ class Replays:
         own, graph = inputs.own(), torch.cuda.CUDAGraph()
         if not len(self):  # torch does not revive a pool whose last graph is gone
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with into(graph, self._pool):
             outputs = dit.run(weights, own, settings)
         captured = _Captured(graph, own, outputs)
-        self._remember(key, captured)
+        keep(self._known, key, captured, GRAPHS)
         return captured
-
-    def _remember(self, key: Hashable, captured: _Captured | None) -> None:
-        self._known.pop(key, None)
-        while len(self._known) >= GRAPHS:
-            del self._known[next(iter(self._known))]
-        self._known[key] = captured

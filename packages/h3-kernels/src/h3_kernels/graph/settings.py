@@ -39,7 +39,7 @@ class Settings:
     """How a run is computed. Only ``contract``, ``overlay`` and, on CUDA, ``attention`` change bits of the result.
 
     ``overlay`` maps a node's name to a replacement ``f(strict, *inputs) -> outputs``: ``strict(*inputs)`` is
-    the node's own computation. An adapter uses it to keep a node on provider arithmetic, to add a LoRA term,
+    the node's own computation. An adapter uses it to keep a node on the engine's arithmetic, to add a LoRA term,
     or to plant a deviation. ``provider``: of the linears (any legal one has the same bits); ``attention``: of the
     attention forward (``h3_kernels.attention_providers``: each has its own bits, so both engines must name one where
     their installations differ). ``fuse``: run gated residual and norm, and without gradients fc1 and SwiGLU, in one

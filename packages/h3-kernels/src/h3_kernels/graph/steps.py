@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from h3_kernels.backward_session import active_session
 from h3_kernels.errors import CaptureError
+from h3_kernels.graph.capture import into, keep, on
 from h3_kernels.graph.checks import check_rows
 from h3_kernels.graph.inputs import PackedInputs
 
@@ -118,18 +119,12 @@ class StepGraphs:
         self._places = places
         key = (inputs.fixed(), step.kind, tuple(rows))
         check_rows(inputs)
-        device = inputs.positions.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on(inputs.positions.device):
             if key not in self._known:
-                self._remember(key, self._capture(step, inputs, rows))
+                keep(self._known, key, self._capture(step, inputs, rows), self._limit)
             wanted = (*(getattr(inputs, name) for name in rows), *step.trained)
             outputs: Velocities = _Replayed.apply(self, self._known[key], step, inputs, *wanted)  # type: ignore[no-untyped-call]
         return outputs
-
-    def _remember(self, key: Hashable, captured: _Captured) -> None:
-        while len(self._known) >= self._limit:
-            del self._known[next(iter(self._known))]
-        self._known[key] = captured
 
     def _capture(self, step: TrainingStep, inputs: PackedInputs, rows: Sequence[str]) -> _Captured:
         self.take_turn()
@@ -155,9 +150,9 @@ class StepGraphs:
         if not self._known:  # torch does not revive a pool whose last graph is gone
             self._pool = torch.cuda.graph_pool_handle()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+        with into(forward, self._pool):
             outputs = step.forward(own)
-        with torch.cuda.graph(backward, pool=self._pool, capture_error_mode="thread_local"):
+        with into(backward, self._pool):
             grads = _backward(outputs, wanted, given)
         kept = (outputs[0].detach(), outputs[1].detach())
         return _Captured(own, forward, kept, given, backward, grads)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from h3_kernels import tuning
+from h3_kernels.triton.gemm import processors
 from h3_kernels.triton.rows import launcher
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -66,7 +67,7 @@ def launch(x: Tensor, weight: Tensor, *, gate_first: bool, tile: Tile = tuning.F
     def described(t: Tensor, *block: int) -> Any:
         return TensorDescriptor.from_tensor(t, list(block))
 
-    programs = _processors(x.device)
+    programs = processors(x.device)
     fc1_swiglu_kernel[(programs,)](
         described(x, tile.m, tile.k), described(weight.view(2, features, k), 2, tile.n, tile.k),
         described(y, tile.m, tile.n), rows, features, k,
@@ -74,7 +75,3 @@ def launch(x: Tensor, weight: Tensor, *, gate_first: bool, tile: Tile = tuning.F
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return y
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

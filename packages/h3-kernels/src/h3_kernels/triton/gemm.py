@@ -134,7 +134,7 @@ def launch(a: Tensor, b: Tensor, y: Tensor, *, units: int, bias: Tensor | None, 
     a, a_transposed = _stored(a)
     b, b_transposed = _stored(b)
     tma = _tma_reads(a, b, k, units, tile) and (units > 1 or _tma_legal(y))
-    programs = _processors(a.device) if tile.persistent else 0
+    programs = processors(a.device) if tile.persistent else 0
     n_tail = whole_columns(m, n, tile, programs) if tma and units == 1 else n
     tail = tile.tail if n_tail < n else 0
 
@@ -187,5 +187,6 @@ def _tma_reads(a: Tensor, b: Tensor, k: int, units: int, tile: Tile) -> bool:
     return (units == 1 or k // units % tile.k == 0) and _tma_legal(a) and _tma_legal(b)
 
 
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """Multiprocessors of ``device``: the programs of a persistent grid."""
     return torch.cuda.get_device_properties(device).multi_processor_count
