@@ -47,7 +47,7 @@ def test_every_requirement_is_pinned_and_hashed() -> None:
 
 
 def test_no_tracked_file_names_a_package_index() -> None:
-    index = re.compile(r"://[^\s\"'<>]*/simple\b")
+    index = re.compile(r":/{2}[^\s\"'<>]*/simple\b")
     named = [
         str(path.relative_to(ROOT))
         for path in tracked()

@@ -1,8 +1,8 @@
 """Write and check evidence: what one run printed, on one kind of hardware, at one head.
 
 ``evidence/<head>/<hardware>/`` holds environment.json, tests.json, report.json and figure.png. report.json ends with a
-SHA-256 over all three, so an edit by hand is seen. ``python tools/evidence.py check`` refuses malformed, edited or
-unknown-head evidence, and says which claims rest on evidence older than the code they describe.
+SHA-256 over the contents of the three, so an edit by hand is seen. ``python tools/evidence.py check`` refuses
+malformed, edited or unknown-head evidence, and says which claims rest on evidence older than the code they describe.
 """
 
 from __future__ import annotations

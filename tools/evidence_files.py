@@ -1,7 +1,7 @@
 """One evidence folder: its three files and figure, how they are written, and how a second run adds what is lacking.
 
 ``evidence/<head>/<hardware>/`` holds environment.json, tests.json, report.json and figure.png. report.json ends with a
-SHA-256 over all three, so an edit by hand is seen.
+SHA-256 over the contents of the three, so an edit by hand is seen.
 """
 
 from __future__ import annotations

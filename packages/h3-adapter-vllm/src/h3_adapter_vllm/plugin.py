@@ -8,6 +8,7 @@ H3_MODE         strict or audit; unset, empty or off: nothing happens
 H3_SCOPE        model (default), projections or linears
 H3_CONTRACT     row-parallel contract id (default h3-parallel-v1-u8)
 H3_ATTENTION    provider of attention in scope model (default auto)
+H3_CUDA_GRAPHS  1 replays forwards of few rows from CUDA graphs (h3_kernels.graph.replay)
 H3_REPORT       a folder: after its first forward each transformer's report is written there as JSON, one file a rank
 ==============  ====================================================================================================
 
