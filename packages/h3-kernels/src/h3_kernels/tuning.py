@@ -203,8 +203,8 @@ def rank(provider: str, m: int, n: int, k: int, units: int) -> int:
     """Where ``provider`` stands for a call: the highest is asked first.
 
     One chain: cuBLASLt without split-K is 1.00 of stock at 70, 925 and 8349 rows of qkv_proj and fc1, the fused chain
-    0.98 to 1.11, Triton 1.00 to 1.15; of fp32 operands Triton's is 3 to 8, and ``fma`` is asked first. A tree: fused 0.97
-    to 1.14, batched cuBLAS 1.07 to 1.78, Triton units 1.28 to 2.42.
+    0.98 to 1.11, Triton 1.00 to 1.15; of fp32 operands Triton's is 3 to 8, and ``fma`` is asked first. A tree: fused
+    0.97 to 1.14, batched cuBLAS 1.07 to 1.78, Triton units 1.28 to 2.42.
     """
     order = (
         ("fma", "cublaslt", "fused-sm90", "triton") if units == 1 else ("fused-sm90", "bmm-tree", "triton")
